@@ -1,0 +1,343 @@
+"""The coordinator of one rank: its tensor table and the thread that serves it.
+
+User threads call `submit`, `leave` and read `ended`; everything else runs on
+the cycle thread, which alone touches MPI and the executor. One turn of it:
+gather submissions, negotiate, plan, execute, complete.
+
+Guarantees: every handle completes. It gets its output, or the error of its own
+request, or what ended the runtime: a rank that left (`RankLeftError`), a stall
+(`StallError`), this rank's own `leave` (`ShutdownError`), or an exception of the
+cycle thread (`RuntimeBrokenError`, with the exception as its cause). Later
+submissions fail at once with the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator import pace
+from coordinator.doorbell import Doorbell
+from coordinator.errors import (
+    FusionError,
+    MismatchError,
+    RankLeftError,
+    RuntimeBrokenError,
+    ShutdownError,
+)
+from coordinator.executor import Entry, Executor
+from coordinator.handle import Bell
+from coordinator.messages import Response
+from coordinator.negotiation import Flag, Negotiator
+from coordinator.planner import fuse
+from coordinator.recorder import Recorder
+from coordinator.reports import Report, merge
+from coordinator.stall import StallWatch
+from coordinator.table import TensorTable
+from coordinator.waiting import CHECK_EVERY_S, patience
+from coordinator.wire import Wire
+
+logger = logging.getLogger("fusion")
+
+_MOST_PLANS = 1024
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the coordinator needs to know; the same on every rank, but for the stall times."""
+
+    fusion_threshold: int
+    """Bytes of a fused response."""
+    cycle_time_s: float
+    cache_capacity: int
+    """Requests that stay registered."""
+    stall_warning_s: float
+    stall_shutdown_s: float
+
+
+class Coordinator:
+    """Owns the cycle thread of one process set on one rank.
+
+    Args:
+        wire: connects it to the coordinators of the other ranks.
+        executor: runs what was agreed.
+        settings: see `Settings`.
+        recorder: told what happens and how long it takes.
+        clock: seconds that never go back.
+        name: of the thread.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        executor: Executor,
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "fusion-cycle",
+    ) -> None:
+        self._wire = wire
+        self._executor = executor
+        self._settings = settings
+        self._recorder = recorder
+        self._clock = clock
+        self._doorbell = Doorbell()
+        self._table = TensorTable(self._doorbell)
+        self.bell = Bell(self._table.urge)
+        self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity)
+        self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
+        self._plans: dict[tuple[int, ...], tuple[Response, ...]] = {}
+        self._plans_version = 0
+        self._leaving: str | None = None
+        self._progressed_at = clock()
+        self._ended = threading.Event()
+        self._broken = False
+        self.end: FusionError | None = None
+        """What ended the runtime, once `ended` is set."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the cycle thread."""
+        self._thread.start()
+
+    def submit(self, entry: Entry) -> None:
+        """Queue an entry, on any thread; its handle completes later.
+
+        Raises:
+            DuplicateNameError: its name is in flight on this rank.
+            FusionError: the runtime has ended; says why.
+        """
+        self._table.add(entry)
+
+    def in_flight(self, name: str) -> bool:
+        """Whether an operation of that name is pending on this rank."""
+        return self._table.get(name) is not None
+
+    def leave(self, reason: str, timeout: float | None = None) -> bool:
+        """Take this rank out for good, telling the others why; on any thread.
+
+        Pending handles of this rank fail with `ShutdownError`, those of the others
+        with `RankLeftError`. Returns whether all ranks have agreed to the end within
+        `timeout` seconds; false too if the runtime had broken before.
+        """
+        if self._leaving is None:
+            self._leaving = reason
+        self._doorbell.ring()
+        if threading.current_thread() is self._thread:
+            return False
+        if not self._ended.wait(timeout):
+            return False
+        self._thread.join(timeout)
+        return not self._broken
+
+    @property
+    def ended(self) -> bool:
+        """Whether the cycle thread serves no further submissions."""
+        return self._ended.is_set()
+
+    # The cycle thread.
+
+    def _run(self) -> None:
+        try:
+            while self.end is None:
+                self._gather()
+                self._cycle()
+            self._executor.close()
+            self._wire.close()
+        except BaseException as error:  # Whatever it was, nobody may wait for this thread any more.
+            self._break(error)
+        finally:
+            self._ended.set()
+
+    def _gather(self) -> None:
+        """Sleep until there is a reason to begin a cycle."""
+        while self._leaving is None:
+            now = self._clock()
+            nbytes, since, urged = self._table.fresh()
+            if since is not None:
+                delay = pace.gathering_delay(
+                    now,
+                    nbytes=nbytes,
+                    since=since,
+                    urged=urged,
+                    threshold=self._settings.fusion_threshold,
+                    cycle_time_s=self._settings.cycle_time_s,
+                )
+            elif self._negotiator.pending:
+                delay = pace.retry_delay(now - self._progressed_at)
+            else:
+                delay = pace.heartbeat(now - self._progressed_at)
+            if delay <= 0.0 or not self._doorbell.wait(delay) and since is None:
+                return
+
+    def _cycle(self) -> None:
+        start = self._clock()
+        self._take_submissions(start)
+        leaving = self._leaving
+        self._wire.start(self._negotiator.compose(self._flags(leaving, start), start))
+        self._await_round(start)
+        outcome = self._negotiator.absorb(self._wire.result())
+        negotiated = self._clock()
+        self._recorder.cycle(start, negotiated, len(outcome.ready))
+        if outcome.ready:
+            self._execute(outcome.ready, negotiated)
+        if outcome.exchange:
+            self._exchange(leaving, last=outcome.leaving)
+
+    def _take_submissions(self, now: float) -> None:
+        for entry in self._table.drain():
+            reason = self._negotiator.submit(entry.request, now)
+            self._progressed_at = now
+            if reason is not None:
+                self._fail([entry], MismatchError(reason))
+        if self._leaving is not None:
+            self._negotiator.forget_all()
+            self._fail(
+                self._table.close(ShutdownError(f"this rank has left the job: {self._leaving}")),
+                ShutdownError(f"this rank left the job while the operation was pending: {self._leaving}"),
+            )
+
+    def _flags(self, leaving: str | None, now: float) -> Flag:
+        flags = Flag(0)
+        if leaving is not None:
+            flags |= Flag.LEAVE
+        oldest = self._oldest()
+        if oldest is not None and self._stall.due(now - oldest):
+            flags |= Flag.STALL
+        return flags
+
+    def _oldest(self) -> float | None:
+        return self._table.oldest() if self._negotiator.pending else None
+
+    def _await_round(self, start: float) -> None:
+        """Poll the cycle's all-reduce; a submission in between makes the polling keen again."""
+        checked = start
+        since = start
+        while not self._wire.test():
+            now = self._clock()
+            nap = patience(now - since, idle=not self._negotiator.pending)
+            if not nap:
+                os.sched_yield()
+            elif self._doorbell.wait(nap):
+                since = self._clock()
+            if now - checked > CHECK_EVERY_S:
+                self._wire.check()
+                self._stall.silence(now - start)
+                checked = now
+
+    def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
+        for response in self._plan(ready):
+            entries = [self._entry(part.request.name) for part in response.parts]
+            self._recorder.queued(entries, negotiated)
+            try:
+                self._executor.execute(response, entries)
+            except RankLeftError:
+                raise
+            except (FusionError, ValueError) as error:  # Every rank raised it alike; see `Executor`.
+                self._fail(entries, error)
+                continue
+            self._recorder.response(response)
+            self._complete(entries)
+        self._negotiator.executed(ready)
+        self._progressed_at = self._clock()
+
+    def _plan(self, ready: tuple[int, ...]) -> tuple[Response, ...]:
+        registry = self._negotiator.registry
+        if registry.version != self._plans_version:
+            self._plans.clear()
+            self._plans_version = registry.version
+        plan = self._plans.get(ready)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = fuse(map(registry.request, ready), self._settings.fusion_threshold)
+            self._plans[ready] = plan
+        return plan
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._table.get(name)
+        if entry is None:
+            raise AssertionError(f"'{name}' was agreed as ready but is not in this rank's table")
+        return entry
+
+    def _complete(self, entries: list[Entry]) -> None:
+        finished = []
+        for entry in entries:
+            entry.remaining -= 1
+            if not entry.remaining:
+                finished.append(entry)
+        self._table.remove([entry.request.name for entry in finished])
+        for entry in finished:
+            outputs = entry.outputs
+            try:
+                result = entry.unpack(outputs) if entry.unpack is not None else outputs[0]
+            except Exception as error:  # The data arrived; only this caller's conversion failed.
+                entry.handle.set_exception(error)
+            else:
+                entry.handle.set_result(result)
+            entry.release()
+        self.bell.ring()
+
+    def _fail(self, entries: list[Entry], error: BaseException) -> None:
+        self._table.remove([entry.request.name for entry in entries])
+        for entry in entries:
+            entry.release()
+            if not entry.handle.done():
+                entry.handle.set_exception(error)
+        self.bell.ring()
+
+    def _exchange(self, leaving: str | None, *, last: bool) -> None:
+        now = self._clock()
+        report = self._negotiator.report(self._table.ages(now), leaving)
+        merged = self._wire.exchange(report, merge)
+        if last:
+            self._end(_departure(merged, self._wire.rank))
+            return
+        verdict = self._stall.verdict(merged, self._wire.size)
+        if verdict is not None:
+            self._end(verdict)
+            return
+        self._warn(merged, now)
+        for name, mismatch in self._negotiator.resolve(merged).mismatches.items():
+            entry = self._table.get(name)
+            if entry is not None and mismatch.ranks >> self._wire.rank & 1:
+                self._fail([entry], MismatchError(mismatch.reason))
+
+    def _warn(self, merged: Report, now: float) -> None:
+        warning = self._stall.describe(merged, self._wire.size)
+        if warning is None:
+            return
+        self._stall.warned(max(merged.ages.values()))
+        if self._wire.rank == 0:
+            logger.warning("%s", warning)
+
+    def _end(self, error: FusionError) -> None:
+        self._fail(self._table.close(error), error)
+        self.end = error
+
+    def _break(self, error: BaseException) -> None:
+        """The cycle thread cannot go on: tell this rank's callers and the other ranks."""
+        self._broken = True
+        if isinstance(error, FusionError):
+            end: FusionError = error
+        else:
+            end = RuntimeBrokenError(f"the cycle thread of rank {self._wire.rank} failed: {error!r}")
+            end.__cause__ = error
+            logger.error("%s", end, exc_info=error)
+        try:
+            if not isinstance(error, RankLeftError):
+                self._wire.announce(str(end))
+        finally:
+            self._end(end)
+
+
+def _departure(merged: Report, rank: int) -> FusionError:
+    if rank in merged.leaving:
+        return ShutdownError(f"this rank has left the job: {merged.leaving[rank]}")
+    who = "; ".join(f"rank {other}: {reason}" for other, reason in sorted(merged.leaving.items()))
+    return RankLeftError(f"a rank has left the job, so this operation cannot complete ({who})")

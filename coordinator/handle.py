@@ -1,0 +1,146 @@
+"""Handles: the future that every asynchronous operation returns.
+
+A handle has the interface of `concurrent.futures.Future`. It is a class of its
+own because a training step makes hundreds of them: a `Future` builds a lock and
+a condition each, these share the one `Bell` of their runtime, so that making a
+handle costs an object and completing a thousand of them wakes each waiter once.
+
+Guarantees: a handle completes exactly once, on the cycle thread; `done()` is
+true only after the output is complete; every method may be called from any
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("fusion")
+
+_PENDING = object()
+
+
+class Bell:
+    """What all waiters of one runtime sleep on.
+
+    `urge` is called, outside the lock, by a waiter about to sleep: the cycle
+    thread then need not wait for more tensors to fuse.
+    """
+
+    def __init__(self, urge: Callable[[], None] = lambda: None) -> None:
+        self.urge = urge
+        self._condition = threading.Condition(threading.Lock())
+
+    def ring(self) -> None:
+        """Wake every waiter; called after handles were completed."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def wait_until(self, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Sleep until `done()` or until `timeout` seconds are over; says which."""
+        if done():
+            return True
+        self.urge()
+        with self._condition:
+            return self._condition.wait_for(done, timeout)
+
+
+class Handle:
+    """The future result of one operation.
+
+    Attributes:
+        name: the tensor's name, as other ranks know it.
+    """
+
+    __slots__ = ("_bell", "_callbacks", "_error", "_result", "name")
+
+    def __init__(self, name: str, bell: Bell) -> None:
+        self.name = name
+        self._bell = bell
+        self._result: Any = _PENDING
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Handle], None]] | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "failed" if self._error else "done"
+        return f"<Handle {self.name!r} {state}>"
+
+    def done(self) -> bool:
+        """Whether the operation has completed or failed."""
+        return self._result is not _PENDING or self._error is not None
+
+    def running(self) -> bool:
+        """Whether the operation is still pending."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        """Always false: an operation other ranks may have begun cannot be undone."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Always false, see `cancel`."""
+        return False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The output, waiting for it at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: it is not there yet; the operation goes on.
+            FusionError: the operation failed; the message says why.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error.with_traceback(None)  # Shared by many handles: it must not collect their frames.
+        return self._result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error the operation failed with, or None; waits as `result` does."""
+        if not self.done() and not self._bell.wait_until(self.done, timeout):
+            raise TimeoutError(f"'{self.name}' is not complete after {timeout} s; it is still pending")
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Call `callback(handle)` on completion, at once if it is complete already.
+
+        It runs on the cycle thread and must not wait for another handle.
+        """
+        with self._bell._condition:
+            if not self.done():
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def set_result(self, result: Any) -> None:
+        """Complete with an output. For the runtime; the caller then rings the bell."""
+        self._complete(result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Complete with an error. For the runtime; the caller then rings the bell."""
+        self._complete(_PENDING, error)
+
+    def _complete(self, result: Any, error: BaseException | None) -> None:
+        with self._bell._condition:
+            self._result, self._error = result, error
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback(self)
+            except Exception:  # As in `concurrent.futures`: a callback cannot harm the runtime.
+                logger.exception("a callback of '%s' failed", self.name)
+
+
+def wait_all(handles: list[Handle], timeout: float | None = None) -> None:
+    """Wait until every handle is complete, failed ones included.
+
+    Raises:
+        TimeoutError: some handle is still pending after `timeout` seconds.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for handle in handles:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        handle.exception(left)

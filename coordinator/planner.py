@@ -1,0 +1,75 @@
+"""Which ready tensors share a fusion buffer: a pure function of the agreed set.
+
+Every rank calls `fuse` with the same requests in the same order, so every rank
+gets the same responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
+
+
+def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
+    """Pack all-reduces of one kind greedily into responses of at most `threshold` bytes.
+
+    A tensor larger than the threshold goes alone; threshold 0 fuses nothing. A
+    different dtype, op, scale, device or codec never ends a bucket, it only
+    fills another one beside it. Responses come in the order of their first part.
+
+    Args:
+        requests: the agreed ready set, in the agreed order.
+        threshold: bytes of a fusion buffer.
+    """
+    buckets: list[_Bucket] = []
+    filling: dict[tuple[Any, ...], _Bucket] = {}
+    for request in requests:
+        for index, dtype in enumerate(request.dtypes):
+            part = Part(request, index)
+            key = _key(request, dtype)
+            bucket = filling.get(key)
+            if bucket is None or not _fuses(request) or bucket.nbytes + part.nbytes > threshold:
+                bucket = _Bucket(request.kind, dtype)
+                buckets.append(bucket)
+                filling[key] = bucket
+            bucket.add(part)
+    return tuple(bucket.response() for bucket in buckets)
+
+
+class _Bucket:
+    """A response while it is being filled."""
+
+    def __init__(self, kind: OpKind, dtype: str) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.parts: list[Part] = []
+        self.nbytes = 0
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.nbytes += part.nbytes
+
+    def response(self) -> Response:
+        return Response(self.kind, self.dtype, tuple(self.parts))
+
+
+def _fuses(request: Request) -> bool:
+    """Only all-reduces share a buffer; a bucket in shared memory is one already,
+    and Adasum weighs each tensor by its own norm."""
+    return request.kind == OpKind.ALLREDUCE and request.region is None and request.op != ReduceOp.ADASUM
+
+
+def _key(request: Request, dtype: str) -> tuple[Any, ...]:
+    return (
+        request.kind,
+        dtype,
+        request.op,
+        request.prescale,
+        request.postscale,
+        request.root_rank,
+        request.device,
+        request.codec,
+        request.region is None,
+    )
