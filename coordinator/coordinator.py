@@ -31,12 +31,12 @@ from coordinator.errors import (
     ShutdownError,
 )
 from coordinator.executor import Entry, Executor
-from coordinator.handle import Bell
-from coordinator.messages import Response
+from coordinator.handle import Bell, Handle
+from coordinator.messages import OpKind, ReduceOp, Request, Response
 from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import fuse
 from coordinator.recorder import Recorder
-from coordinator.reports import Report, merge
+from coordinator.reports import Report, merge, rank_list
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
 from coordinator.waiting import CHECK_EVERY_S, patience
@@ -45,6 +45,13 @@ from coordinator.wire import Wire
 logger = logging.getLogger("fusion")
 
 _MOST_PLANS = 1024
+
+
+JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
+"""What `join` submits; its result is the rank that joined last."""
+
+_ALONE = (OpKind.ALLREDUCE, OpKind.ALLGATHER, OpKind.BROADCAST, OpKind.BARRIER)
+"""Kinds that ranks can run while others have joined."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -191,6 +198,9 @@ class Coordinator:
 
     def _take_submissions(self, now: float) -> None:
         for entry in self._table.drain():
+            if entry.request.kind == OpKind.JOIN:
+                self._negotiator.join()
+                continue
             reason = self._negotiator.submit(entry.request, now)
             self._progressed_at = now
             if reason is not None:
@@ -232,7 +242,11 @@ class Coordinator:
 
     def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
         for response in self._plan(ready):
-            entries = [self._entry(part.request.name) for part in response.parts]
+            refusal = _refusal(response, self._negotiator.joined)
+            if refusal is not None:
+                self._fail(self._present(response), refusal)
+                continue
+            entries = [self._entry(part.request) for part in response.parts]
             self._recorder.queued(entries, negotiated)
             try:
                 self._executor.execute(response, entries)
@@ -259,11 +273,17 @@ class Coordinator:
             self._plans[ready] = plan
         return plan
 
-    def _entry(self, name: str) -> Entry:
-        entry = self._table.get(name)
-        if entry is None:
-            raise AssertionError(f"'{name}' was agreed as ready but is not in this rank's table")
-        return entry
+    def _present(self, response: Response) -> list[Entry]:
+        found = (self._table.get(part.request.name) for part in response.parts)
+        return [entry for entry in found if entry is not None]
+
+    def _entry(self, request: Request) -> Entry:
+        entry = self._table.get(request.name)
+        if entry is not None:
+            return entry
+        if not self._negotiator.joined >> self._wire.rank & 1:
+            raise AssertionError(f"'{request.name}' was agreed as ready but is not in this rank's table")
+        return self._executor.absent(request, Handle(request.name, self.bell))
 
     def _complete(self, entries: list[Entry]) -> None:
         finished = []
@@ -298,18 +318,28 @@ class Coordinator:
         if last:
             self._end(_departure(merged, self._wire.rank))
             return
-        verdict = self._stall.verdict(merged, self._wire.size)
+        verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
             self._end(verdict)
             return
         self._warn(merged, now)
-        for name, mismatch in self._negotiator.resolve(merged).mismatches.items():
+        resolution = self._negotiator.resolve(merged)
+        for name, mismatch in resolution.mismatches.items():
             entry = self._table.get(name)
             if entry is not None and mismatch.ranks >> self._wire.rank & 1:
                 self._fail([entry], MismatchError(mismatch.reason))
+        if resolution.all_joined:
+            self._joined(resolution.last_joined)
+
+    def _joined(self, last: int) -> None:
+        """All ranks have joined: each one's `join` returns the last of them."""
+        entry = self._table.get(JOIN.name)
+        if entry is not None:
+            entry.outputs[0] = last
+            self._complete([entry])
 
     def _warn(self, merged: Report, now: float) -> None:
-        warning = self._stall.describe(merged, self._wire.size)
+        warning = self._stall.describe(merged, self._wire.size, self._negotiator.joined)
         if warning is None:
             return
         self._stall.warned(max(merged.ages.values()))
@@ -329,11 +359,27 @@ class Coordinator:
             end = RuntimeBrokenError(f"the cycle thread of rank {self._wire.rank} failed: {error!r}")
             end.__cause__ = error
             logger.error("%s", end, exc_info=error)
+        self._end(end)
+        if isinstance(error, RankLeftError):
+            return  # The others have been told by the rank that failed.
         try:
-            if not isinstance(error, RankLeftError):
-                self._wire.announce(str(end))
-        finally:
-            self._end(end)
+            self._wire.announce(str(end))
+        except Exception:
+            logger.exception("the other ranks could not be told that rank %d failed", self._wire.rank)
+
+
+def _refusal(response: Response, joined: int) -> FusionError | None:
+    """Why ranks cannot run a response while others have joined; None if they can."""
+    if not joined:
+        return None
+    request = response.first
+    who = rank_list(joined)
+    if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
+        what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
+        return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
+    if request.kind == OpKind.BROADCAST and joined >> request.root_rank & 1:
+        return FusionError(f"'{request.name}': its root, rank {request.root_rank}, has called join()")
+    return None
 
 
 def _departure(merged: Report, rank: int) -> FusionError:

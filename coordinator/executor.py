@@ -74,6 +74,11 @@ class Executor(Protocol):
         """
         ...
 
+    def absent(self, request: Request, handle: Handle) -> Entry:
+        """An entry for a rank that has joined: inputs that change nothing (zero for
+        a sum, no rows for an all-gather), outputs that nobody reads."""
+        ...
+
     def close(self) -> None:
         """Give back buffers. Collective: every rank calls it at the same point."""
         ...

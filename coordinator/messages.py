@@ -27,6 +27,8 @@ class OpKind(IntEnum):
     BARRIER = 5
     ARENA = 6
     """Make a shared memory arena; agreed by all ranks like any other operation."""
+    JOIN = 7
+    """This rank has no more data: the others go on without it until all have joined."""
 
 
 class ReduceOp(IntEnum):

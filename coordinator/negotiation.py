@@ -54,6 +54,8 @@ class Flag(IntFlag):
     """A name is in use under several forms: look whether the ranks disagree."""
     STALL = 4
     """Something has waited too long: find out who lacks it."""
+    JOIN = 8
+    """This rank has no more data; it will take part with neutral values."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -65,6 +67,13 @@ class Outcome(msgspec.Struct, frozen=True):
     """All ranks exchange reports next."""
     leaving: bool
     """Some rank leaves: the exchange that follows is the last."""
+
+
+def _neutral(flags: Flag, width: int) -> Words:
+    """The words of a joined rank: whatever the others agree on, it agrees to."""
+    words = np.full(_HEAD + width, _ALL, dtype=np.uint64)
+    words[0] = ~int(flags) & _ALL
+    return words
 
 
 class Negotiator:
@@ -86,6 +95,9 @@ class Negotiator:
         self._proposed = 0
         self._probes: dict[str, tuple[float, float]] = {}
         self._poisoned: dict[str, str] = {}
+        self._wants_to_join = False
+        self.joined = 0
+        """Bit mask of the ranks that have joined, the same on every rank."""
 
     @property
     def pending(self) -> int:
@@ -115,7 +127,11 @@ class Negotiator:
         """This rank's words for the next cycle."""
         if self._probe_due(now):
             flags |= Flag.PROBE
+        if self._joins_now:
+            flags |= Flag.JOIN
         width = -(-self.registry.width // 64)
+        if self.joined >> self.rank & 1:
+            return _neutral(flags, width)
         self._reserve(64 * width)
         words = np.empty(_HEAD + width, dtype=np.uint64)
         words[0] = ~int(flags) & _ALL
@@ -140,6 +156,8 @@ class Negotiator:
             self._register_first(self._proposed)
             count -= self._proposed
         differ = self._proposed > 0 and not agreed
+        if self.joined and count:
+            differ = True  # A joined rank cannot know what the others digested.
         self._proposed = 0 if differ else count
         return Outcome(
             ready=ready,
@@ -166,6 +184,7 @@ class Negotiator:
             ranks={request: 1 << self.rank for request in pending},
             ages={request.name: ages.get(request.name, 0.0) for request in pending},
             leaving={self.rank: leaving} if leaving is not None else {},
+            joining=1 << self.rank if self._joins_now else 0,
         )
 
     def resolve(self, merged: Report) -> Resolution:
@@ -175,14 +194,15 @@ class Negotiator:
         ranks disagree: those are failed on the ranks that submitted them, and will
         fail at once on the others when they do.
         """
-        resolution = resolve(merged, self.size)
+        resolution = resolve(merged, self.size, self.joined)
         self._proposed = 0
+        self._update_joined(merged.joining, resolution.all_joined)
         for name, mismatch in resolution.mismatches.items():
             for slot, _ in self.registry.discard(name):
                 self._stop_waiting(slot)
             self._unregistered.pop(name, None)
             self._probes.pop(name, None)
-            if not mismatch.ranks >> self.rank & 1:
+            if not (mismatch.ranks | self.joined) >> self.rank & 1:
                 self._poisoned[name] = mismatch.reason
         for request in resolution.agreed:
             slot = self.registry.add(request)
@@ -191,12 +211,25 @@ class Negotiator:
                 self._wait_for(slot)
         return resolution
 
+    def join(self) -> None:
+        """Join as soon as nothing of this rank is pending."""
+        self._wants_to_join = True
+
     def forget_all(self) -> None:
         """Drop everything pending, when this rank leaves."""
         self._unregistered.clear()
         self._probes.clear()
         self._waiting[:] = False
         self._waiting_count = 0
+
+    @property
+    def _joins_now(self) -> bool:
+        return self._wants_to_join and not self.pending
+
+    def _update_joined(self, joining: int, all_joined: bool) -> None:
+        self.joined = 0 if all_joined else self.joined | joining
+        if joining >> self.rank & 1:
+            self._wants_to_join = False
 
     def _pending_requests(self) -> list[Request]:
         waiting = np.flatnonzero(self._waiting).tolist()

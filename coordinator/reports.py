@@ -22,6 +22,8 @@ class Report(msgspec.Struct):
     """Name -> seconds the longest waiting rank has waited."""
     leaving: dict[int, str]
     """Leaving rank -> why."""
+    joining: int = 0
+    """Bit mask of the ranks that join now."""
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -37,6 +39,9 @@ class Resolution(msgspec.Struct, frozen=True):
 
     agreed: tuple[Request, ...]
     mismatches: dict[str, Mismatch]
+    all_joined: bool = False
+    last_joined: int = -1
+    """When all have joined: the rank that did so last; of several at once, the highest."""
 
 
 def merge(left: Report, right: Report) -> Report:
@@ -46,11 +51,16 @@ def merge(left: Report, right: Report) -> Report:
     for name, age in right.ages.items():
         left.ages[name] = max(age, left.ages.get(name, 0.0))
     left.leaving.update(right.leaving)
+    left.joining |= right.joining
     return left
 
 
-def resolve(merged: Report, size: int) -> Resolution:
-    """Tell requests that all submitters agree on from names they disagree about."""
+def resolve(merged: Report, size: int, joined: int = 0) -> Resolution:
+    """Tell requests that all submitters agree on from names they disagree about.
+
+    Args:
+        joined: bit mask of the ranks that had joined before.
+    """
     variants: dict[str, dict[Request, int]] = {}
     for request, ranks in merged.ranks.items():
         variants.setdefault(request.name, {})[request] = ranks
@@ -64,7 +74,12 @@ def resolve(merged: Report, size: int) -> Resolution:
         for ranks in forms.values():
             submitted |= ranks
         mismatches[name] = Mismatch(submitted, _describe(name, forms, size))
-    return Resolution(tuple(agreed), mismatches)
+    return Resolution(
+        tuple(agreed),
+        mismatches,
+        all_joined=merged.joining > 0 and (joined | merged.joining) == (1 << size) - 1,
+        last_joined=merged.joining.bit_length() - 1,
+    )
 
 
 def rank_list(mask: int, most: int = 8) -> str:
@@ -121,9 +136,9 @@ def _and(fields: list[str]) -> str:
     return " and ".join(_LABELS[field] for field in fields)
 
 
-def stalled_names(merged: Report, size: int, limit_s: float) -> list[tuple[str, float, int, int]]:
+def stalled_names(merged: Report, size: int, limit_s: float, joined: int = 0) -> list[tuple[str, float, int, int]]:
     """Names that waited longer than `limit_s`: (name, age, ranks with it, ranks without)."""
-    everyone = (1 << size) - 1
+    everyone = ((1 << size) - 1) & ~joined
     found = []
     having: dict[str, int] = {}
     for request, ranks in merged.ranks.items():

@@ -59,17 +59,17 @@ class StallWatch:
         elif waited < self._warning_s:
             self._next_silence_warning = 0.0
 
-    def describe(self, merged: Report, size: int) -> str | None:
+    def describe(self, merged: Report, size: int, joined: int = 0) -> str | None:
         """The warning for a merged report, or None when nothing waits that long."""
         if self._warning_s <= 0:
             return None
-        return _text(stalled_names(merged, size, self._warning_s))
+        return _text(stalled_names(merged, size, self._warning_s, joined))
 
-    def verdict(self, merged: Report, size: int) -> StallError | None:
+    def verdict(self, merged: Report, size: int, joined: int = 0) -> StallError | None:
         """The error that ends the runtime when something waited too long."""
         if self._shutdown_s <= 0:
             return None
-        text = _text(stalled_names(merged, size, self._shutdown_s))
+        text = _text(stalled_names(merged, size, self._shutdown_s, joined))
         if text is None:
             return None
         return StallError(f"{text}. Gave up after stall_shutdown_s = {self._shutdown_s:g} s")

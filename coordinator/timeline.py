@@ -50,7 +50,12 @@ class Timeline:
     """
 
     def __init__(
-        self, path: str | Path, rank: int, max_mb: float = 64.0, *, clock: Callable[[], float] = time.monotonic
+        self,
+        path: str | Path,
+        rank: int,
+        max_mb: float = 64.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = str(path)
         self._rank = rank

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from coordinator.coordinator import JOIN
 from coordinator.errors import (
     DuplicateNameError,
     MismatchError,
@@ -82,6 +83,7 @@ def test_shutdown_of_one_rank_fails_what_waits_for_it_and_names_it() -> None:
         error = failure(waiting)
         assert isinstance(error, RankLeftError)
         assert "rank 2" in str(error) and "shutdown()" in str(error)
+        _wait_for(lambda: ranks.coordinators[1].ended)
         with pytest.raises(RankLeftError, match="rank 2"):
             ranks.submit(1, tensor("y"), 1.0)
 
@@ -115,7 +117,9 @@ def test_an_exception_in_the_executor_reaches_callers_with_its_cause_and_the_oth
         with pytest.raises(RuntimeBrokenError, match="no room"):
             ranks.submit(1, tensor("later"), 1.0)
         ranks.executors[0]._hub.give(("data", 1), 1, [0.0])  # Let rank 0 out of the step it is in.
-        assert isinstance(failure(ranks.submit(0, tensor("next"), 1.0)), RankLeftError)
+        _wait_for(lambda: ranks.coordinators[0].ended)
+        with pytest.raises(RankLeftError, match="no room"):
+            ranks.submit(0, tensor("next"), 1.0)
 
 
 def test_a_stall_is_reported_with_the_missing_ranks(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,3 +178,27 @@ def _wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
+
+
+def test_join_lets_the_others_go_on_and_returns_the_rank_that_joined_last() -> None:
+    with running(3) as ranks:
+        joins = {1: ranks.submit(1, JOIN, 0.0)}
+        alone = [ranks.submit(rank, tensor("x"), 2.0) for rank in (0, 2)]
+        assert [handle.result(10) for handle in alone] == [4.0, 4.0]
+        joins[2] = ranks.submit(2, JOIN, 0.0)
+        assert ranks.submit(0, tensor("y"), 5.0).result(10) == 5.0
+        joins[0] = ranks.submit(0, JOIN, 0.0)
+        assert [handle.result(10) for handle in joins.values()] == [0, 0, 0]
+        together = [ranks.submit(rank, tensor("x"), 1.0) for rank in range(3)]
+        assert [handle.result(10) for handle in together] == [3.0] * 3
+
+
+def test_what_cannot_run_after_a_join_fails_on_the_live_ranks() -> None:
+    alltoall = Request("x", OpKind.ALLTOALL, ("float32",), ((-1,),))
+    with running(3) as ranks:
+        ranks.submit(1, JOIN, 0.0)
+        handles = [ranks.submit(rank, alltoall, 1.0) for rank in (0, 2)]
+        for handle in handles:
+            assert "rank 1 called join()" in str(failure(handle))
+        assert ranks.submit(0, tensor("y"), 1.0).running()
+        assert ranks.submit(2, tensor("y"), 1.0).result(10) == 2.0

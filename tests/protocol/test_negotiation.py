@@ -227,3 +227,38 @@ def test_whatever_the_orders_and_delays_every_request_runs_once_on_all_ranks(
             if not any(queues) and not any(negotiator.pending for negotiator in fabric.ranks):
                 break
         assert sorted(done, key=lambda request: request.name) == sorted(wanted, key=lambda request: request.name)
+
+
+def test_joined_ranks_hold_nothing_back_and_new_names_still_register() -> None:
+    fabric = Fabric(4)
+    submit_everywhere(fabric, [tensor("known")], in_order)
+    fabric.run()
+    fabric.ranks[3].join()
+    fabric.cycle()
+    assert fabric.ranks[0].joined == 0b1000
+    for rank in range(3):
+        fabric.submit(rank, tensor("known"))
+        fabric.submit(rank, tensor("new"))
+    assert fabric.run() == [tensor("known"), tensor("new")]
+
+
+def test_a_rank_joins_only_when_nothing_of_its_own_is_pending() -> None:
+    fabric = Fabric(2)
+    fabric.submit(1, tensor("mine"))
+    fabric.ranks[1].join()
+    fabric.cycle()
+    assert fabric.ranks[0].joined == 0
+    fabric.submit(0, tensor("mine"))
+    assert fabric.run() == [tensor("mine")]
+    fabric.cycle()
+    assert fabric.ranks[0].joined == 0b10
+
+
+def test_when_all_have_joined_everything_starts_afresh() -> None:
+    fabric = Fabric(3)
+    for rank in (2, 0, 1):
+        fabric.ranks[rank].join()
+        fabric.cycle()
+    assert [negotiator.joined for negotiator in fabric.ranks] == [0, 0, 0]
+    submit_everywhere(fabric, [tensor("next epoch")], in_order)
+    assert fabric.run() == [tensor("next epoch")]
