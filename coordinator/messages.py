@@ -29,6 +29,8 @@ class OpKind(IntEnum):
     """Make a shared memory arena; agreed by all ranks like any other operation."""
     JOIN = 7
     """This rank has no more data: the others go on without it until all have joined."""
+    PROCESS_SET = 8
+    """Make a set of ranks, whose dimensions are the ranks, or remove one."""
 
 
 class ReduceOp(IntEnum):

@@ -1,0 +1,17 @@
+"""Puts the subcommands together; each is in a file of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from fusion.cli import config_cmd, doctor, run
+
+app = typer.Typer(
+    help="Tensor Fusion Runtime: start jobs, look at the installation, look at the settings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run", cls=run.RunCommand, help=run.HELP)(run.run)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config_cmd.app, name="config")

@@ -1,0 +1,51 @@
+"""Which algorithm runs a response: a pure function of what all ranks know."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from coordinator.messages import OpKind, Response
+
+
+class Algorithm(Enum):
+    """An algorithm of this package; the value has no meaning."""
+
+    SHARED = auto()
+    IN_PLACE = auto()
+    RING = auto()
+    HIERARCHICAL = auto()
+    BROADCAST = auto()
+    ALLGATHER = auto()
+    ALLTOALL = auto()
+    REDUCESCATTER = auto()
+    BARRIER = auto()
+
+
+_BY_KIND = {
+    OpKind.BROADCAST: Algorithm.BROADCAST,
+    OpKind.ALLGATHER: Algorithm.ALLGATHER,
+    OpKind.ALLTOALL: Algorithm.ALLTOALL,
+    OpKind.REDUCESCATTER: Algorithm.REDUCESCATTER,
+    OpKind.BARRIER: Algorithm.BARRIER,
+}
+
+
+def choose(response: Response, *, nodes: int, size: int, hierarchy: str) -> Algorithm:
+    """The algorithm for a response.
+
+    Args:
+        response: what all ranks agreed to run.
+        nodes: how many nodes there are.
+        size: how many ranks there are.
+        hierarchy: "off" sends every rank's data around the ring by itself; "on" and
+            "auto" combine the ranks of a node first.
+    """
+    if response.kind != OpKind.ALLREDUCE:
+        return _BY_KIND[response.kind]
+    if response.first.region is not None:
+        return Algorithm.IN_PLACE
+    if size == 1:
+        return Algorithm.SHARED
+    if hierarchy == "off":
+        return Algorithm.RING
+    return Algorithm.SHARED if nodes == 1 else Algorithm.HIERARCHICAL

@@ -1,0 +1,145 @@
+"""The data plane on CPUs: runs the responses that the control plane agreed on.
+
+Built by `fusion.runtime.init` on the thread that calls it; after that used on
+the cycle thread only. It owns the fusion buffers and the arenas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from coordinator.executor import Entry
+from coordinator.handle import Handle
+from coordinator.messages import OpKind, Request, Response
+from coordinator.waiting import Waiter
+from fusion.absent import absent_entry
+from fusion.arena import Arena
+from fusion.arithmetic import Scratch
+from fusion.channel import Channel
+from fusion.collectives.allgather import Allgather
+from fusion.collectives.alltoall import Alltoall
+from fusion.collectives.barrier import Barrier
+from fusion.collectives.broadcast import Broadcast
+from fusion.collectives.chooser import Algorithm, choose
+from fusion.collectives.hierarchical import HierarchicalAllreduce, vector_bytes
+from fusion.collectives.in_place import InPlaceAllreduce
+from fusion.collectives.job import Collective, Job, Means, Recorder
+from fusion.collectives.node import ALIGN, NodeBuffer
+from fusion.collectives.reducescatter import Reducescatter
+from fusion.collectives.shared import SharedAllreduce
+from fusion.packing import LayoutCache
+from fusion.topology import Topology
+
+LEAST_BUFFER_BYTES = 8 << 20
+"""Of a fusion buffer between nodes: with fusion off, tensors still go through one."""
+
+
+class DataPlaneConfig(Protocol):
+    """The settings the data plane reads; `fusion.config.Config` has them."""
+
+    @property
+    def fusion_threshold_mb(self) -> float: ...
+    @property
+    def chunk_kb(self) -> int: ...
+    @property
+    def ring_segment_kb(self) -> int: ...
+    @property
+    def hierarchy(self) -> str: ...
+
+
+class CpuExecutor:
+    """Implements `coordinator.executor.Executor` for tensors in host memory.
+
+    Collective: every rank of the topology makes one at the same point.
+
+    Raises:
+        FusionError: there is not enough shared memory on some node; alike on all ranks.
+    """
+
+    def __init__(
+        self, topology: Topology, waiter: Waiter, recorder: Recorder, config: DataPlaneConfig
+    ) -> None:
+        self._topology = topology
+        self._hierarchy = config.hierarchy
+        self._layouts = LayoutCache()
+        self._arenas: dict[int, Arena] = {}
+        self._arenas_made = 0
+        chunk = max(1, config.chunk_kb * 1024 // ALIGN) * ALIGN
+        buffer = max(LEAST_BUFFER_BYTES, int(config.fusion_threshold_mb * (1 << 20)), chunk)
+        world, node_channel = Channel(topology.world, waiter), Channel(topology.node, waiter)
+        flat = topology.size > 1 and config.hierarchy == "off"
+        between = len(topology.nodes) > 1 and not flat
+        vector = vector_bytes(buffer, chunk, topology.slices) if between else 0
+        self._means = Means(
+            topology=topology,
+            waiter=waiter,
+            recorder=recorder,
+            world=world,
+            cross=Channel(topology.cross, waiter),
+            node=NodeBuffer.shared(node_channel, world, chunk, vector, waiter),
+            scratch=Scratch(),
+            buffer_bytes=buffer,
+            segment_bytes=config.ring_segment_kb * 1024,
+            arenas=self._arenas,
+        )
+        self._node_channel = node_channel
+        self._alone = NodeBuffer.private(chunk, vector_bytes(buffer, chunk, 1), waiter) if flat else None
+        self._collectives = self._build()
+
+    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
+        """Run one response; see `coordinator.executor.Executor`."""
+        if response.kind == OpKind.ARENA:
+            self._make_arena(response, entries[0])
+            return
+        algorithm = choose(
+            response,
+            nodes=len(self._topology.nodes),
+            size=self._topology.size,
+            hierarchy=self._hierarchy,
+        )
+        job = Job(response, self._layouts.get(response), entries)
+        with torch.no_grad():  # Inputs and outputs may be parameters; nothing here is differentiated.
+            self._collectives[algorithm](job)
+
+    def absent(self, request: Request, handle: Handle) -> Entry:
+        """An entry for a rank that has joined; see `coordinator.executor.Executor`."""
+        return absent_entry(request, handle, self._topology.size)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the fusion buffers of this node, and of this rank's own."""
+        return self._means.node.nbytes + (self._alone.nbytes if self._alone else 0)
+
+    def close(self) -> None:
+        """Let go of the buffers. Memory that tensors still refer to stays until they are gone."""
+        self._arenas.clear()
+        self._layouts = LayoutCache()
+        self._collectives.clear()
+
+    def _build(self) -> dict[Algorithm, Collective]:
+        means = self._means
+        collectives: dict[Algorithm, Collective] = {
+            Algorithm.SHARED: SharedAllreduce(means),
+            Algorithm.IN_PLACE: InPlaceAllreduce(means),
+            Algorithm.HIERARCHICAL: HierarchicalAllreduce(
+                means, means.node, means.cross, self._topology.slices
+            ),
+            Algorithm.BROADCAST: Broadcast(means),
+            Algorithm.ALLGATHER: Allgather(means),
+            Algorithm.ALLTOALL: Alltoall(means),
+            Algorithm.REDUCESCATTER: Reducescatter(means),
+            Algorithm.BARRIER: Barrier(means),
+        }
+        if self._alone is not None:
+            collectives[Algorithm.RING] = HierarchicalAllreduce(means, self._alone, means.world, 1)
+        return collectives
+
+    def _make_arena(self, response: Response, entry: Entry) -> None:
+        part = response.parts[0]
+        arena = Arena.create(self._arenas_made, part.nbytes, self._node_channel, self._means.world)
+        self._arenas_made += 1
+        self._arenas[arena.number] = arena
+        entry.outputs[part.index] = arena

@@ -1,0 +1,194 @@
+"""A response as one flat buffer: where each tensor lies in it, and copying in and out.
+
+Used by the collectives on the cycle thread. The tensors of a response lie back
+to back in the order of its parts, in logical (row-major) order whatever their
+strides. `Layout` is the pure map, `Tensors` the tensors of one execution, and
+`Window` the views that copy one range; layouts and windows are the same for
+every execution of a response and are kept.
+
+Guarantees: a copy in reads each element once, a copy out writes each element of
+the outputs once, and respects strides.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import torch
+
+from coordinator.executor import Entry
+from coordinator.messages import ITEM_SIZE, Response
+from fusion.dtypes import to_torch
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """Elements [start, stop) of one part, which lie at `at` in a range of the buffer."""
+
+    part: int
+    start: int
+    stop: int
+    at: int
+    whole: bool
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Where elements [lo, lo + len(memory)) of the flat buffer are in memory."""
+
+    lo: int
+    memory: torch.Tensor
+
+
+class Layout:
+    """Where the parts of a response lie in its flat buffer.
+
+    Attributes:
+        total: elements of the buffer.
+        kept: what an algorithm prepared for this layout, by keys of its own.
+    """
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        self.dtype = to_torch(response.dtype)
+        self.itemsize = ITEM_SIZE[response.dtype]
+        self.shapes = [part.shape for part in response.parts]
+        self.counts = [part.count for part in response.parts]
+        self.ends = list(accumulate(self.counts))
+        self.total = self.ends[-1]
+        self.kept: dict[Any, Any] = {}
+
+    def pieces(self, lo: int, hi: int) -> Iterator[Piece]:
+        """The pieces of parts that fill elements [lo, hi); parts with no elements have none."""
+        part = bisect_right(self.ends, lo)
+        at = lo
+        while at < hi:
+            begin = self.ends[part] - self.counts[part]
+            stop = min(self.ends[part], hi)
+            if stop > at:
+                yield Piece(part, at - begin, stop - begin, at - lo, stop - at == self.counts[part])
+            at = stop
+            part += 1
+
+    def names(self, lo: int, hi: int) -> tuple[str, ...]:
+        """Names of the requests with elements in [lo, hi)."""
+        parts = self.response.parts
+        return tuple(dict.fromkeys(parts[piece.part].request.name for piece in self.pieces(lo, hi)))
+
+
+class Tensors:
+    """The tensors of one execution, whole or as flat memory.
+
+    A strided tensor that has to be cut is made contiguous once; `flush` copies
+    such outputs back.
+    """
+
+    def __init__(self, layout: Layout, entries: Sequence[Entry]) -> None:
+        parts = layout.response.parts
+        self.inputs: list[torch.Tensor] = [
+            entry.inputs[part.index] for part, entry in zip(parts, entries, strict=True)
+        ]
+        self.outputs: list[torch.Tensor] = [
+            entry.outputs[part.index] for part, entry in zip(parts, entries, strict=True)
+        ]
+        self._flat_inputs: dict[int, torch.Tensor] = {}
+        self._flat_outputs: dict[int, torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def source(self, piece: Piece) -> torch.Tensor:
+        """What to read a piece from: shaped if it is a whole tensor, else flat."""
+        if piece.whole:
+            return self.inputs[piece.part]
+        flat = self._flat_inputs.get(piece.part)
+        if flat is None:
+            flat = self._flat_inputs[piece.part] = self.inputs[piece.part].reshape(-1)
+        return flat[piece.start : piece.stop]
+
+    def target(self, piece: Piece) -> torch.Tensor:
+        """What to write a piece to: shaped if it is a whole tensor, else flat."""
+        if piece.whole:
+            return self.outputs[piece.part]
+        flat = self._flat_outputs.get(piece.part)
+        if flat is None:
+            flat = self._flat_outputs[piece.part] = self._flat_output(self.outputs[piece.part])
+        return flat[piece.start : piece.stop]
+
+    def flush(self) -> None:
+        """Complete the outputs that were written through a copy."""
+        for output, copy in self._copies:
+            output.copy_(copy.view(output.shape))
+        self._copies.clear()
+
+    def _flat_output(self, output: torch.Tensor) -> torch.Tensor:
+        if output.is_contiguous():
+            return output.view(-1)
+        copy = torch.empty(output.numel(), dtype=output.dtype)
+        self._copies.append((output, copy))
+        return copy
+
+
+class Window:
+    """Ready-made views for copying a range of a layout to or from memory.
+
+    Args:
+        layout: of the response.
+        spans: where the range lies; one after the other they need not be adjacent in memory.
+    """
+
+    def __init__(self, layout: Layout, spans: Sequence[Span]) -> None:
+        self._pieces: list[Piece] = []
+        self._views: list[torch.Tensor] = []
+        for span in spans:
+            for piece in layout.pieces(span.lo, span.lo + len(span.memory)):
+                self._pieces.append(piece)
+                view = span.memory[piece.at : piece.at + piece.stop - piece.start]
+                self._views.append(view.view(layout.shapes[piece.part]) if piece.whole else view)
+        self._memory = spans[0].memory if len(spans) == 1 else None
+
+    def pack(self, tensors: Tensors) -> None:
+        """Copy inputs to memory."""
+        sources = [tensors.source(piece) for piece in self._pieces]
+        if self._memory is not None and len(sources) > 1 and all(map(_flat, sources)):
+            torch.cat(sources, out=self._memory)  # A third of the time of one copy for each.
+        elif sources:
+            torch._foreach_copy_(self._views, sources)
+
+    def unpack(self, tensors: Tensors) -> None:
+        """Copy memory to outputs."""
+        if self._pieces:
+            torch._foreach_copy_([tensors.target(piece) for piece in self._pieces], self._views)
+
+
+class LayoutCache:
+    """Layouts of responses that recur, the least recently used dropped first.
+
+    Responses are told apart by identity, because the plan cache hands out the same
+    objects, and hashing a thousand parts costs more than finding them in a buffer.
+
+    Args:
+        most_parts: parts of all kept layouts together.
+    """
+
+    def __init__(self, most_parts: int = 1 << 14) -> None:
+        self._most_parts = most_parts
+        self._parts = 0
+        self._layouts: dict[int, Layout] = {}
+
+    def get(self, response: Response) -> Layout:
+        """The layout of a response, made if it is not kept."""
+        # A kept layout holds its response, so no other object can have the same id.
+        layout = self._layouts.pop(id(response), None)
+        if layout is None:
+            layout = Layout(response)
+            self._parts += len(response.parts)
+        self._layouts[id(response)] = layout
+        while self._parts > self._most_parts and len(self._layouts) > 1:
+            oldest = self._layouts.pop(next(iter(self._layouts)))
+            self._parts -= len(oldest.response.parts)
+        return layout
+
+
+def _flat(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1

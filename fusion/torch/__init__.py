@@ -1,0 +1,189 @@
+"""The PyTorch face: `import fusion.torch as hvd`.
+
+Functions have the names, parameters and meaning that Horovod documents. All of
+them need `init()` first; collective ones are called by every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from coordinator.errors import (
+    ConfigError,
+    DuplicateNameError,
+    FusionError,
+    MismatchError,
+    NotInitializedError,
+    RankLeftError,
+    RuntimeBrokenError,
+    ShutdownError,
+    StallError,
+)
+from coordinator.handle import Handle
+from coordinator.stats import Stats
+from fusion import runtime
+from fusion.runtime import is_initialized, shutdown
+from fusion.torch.compression import Compression
+from fusion.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from fusion.torch.objects import allgather_object, broadcast_object
+from fusion.torch.ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
+)
+from fusion.torch.optimizer import DistributedOptimizer
+from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.sparse import sparse_allreduce_async
+
+HorovodInternalError = FusionError
+"""What Horovod scripts catch."""
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "ConfigError",
+    "DistributedOptimizer",
+    "DuplicateNameError",
+    "FusionError",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "ProcessSet",
+    "Product",
+    "RankLeftError",
+    "RuntimeBrokenError",
+    "ShutdownError",
+    "StallError",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stats",
+    "stop_timeline",
+    "synchronize",
+]
+
+
+def init(config: Any = None, *, comm: Any = None, **overrides: Any) -> None:
+    """Start the runtime; see `fusion.runtime.init`. A second call does nothing."""
+    runtime.init(config, comm=comm, **overrides)
+
+
+def rank() -> int:
+    """This process's number among all ranks."""
+    return runtime.current().topology.rank
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return runtime.current().topology.size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its node."""
+    return runtime.current().topology.local_rank
+
+
+def local_size() -> int:
+    """How many ranks there are on this node."""
+    return runtime.current().topology.local_size
+
+
+def cross_rank() -> int:
+    """This node's number among the nodes that have a rank of the same local rank."""
+    return runtime.current().topology.cross_rank
+
+
+def cross_size() -> int:
+    """How many nodes have a rank of the same local rank."""
+    return runtime.current().topology.cross_size
+
+
+def stats() -> Stats:
+    """What the runtime has done so far on this rank."""
+    return runtime.current().stats()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write a trace of this rank from now on.
+
+    Args:
+        file_path: of the trace.
+        mark_cycles: accepted; cycles are always marked.
+    """
+    runtime.current().start_timeline(file_path)
+
+
+def stop_timeline() -> None:
+    """Finish the trace."""
+    runtime.current().stop_timeline()

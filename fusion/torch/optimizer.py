@@ -1,0 +1,305 @@
+"""`DistributedOptimizer`: a torch optimizer whose gradients are reduced over all ranks before each step.
+
+The wrapper is an instance of a class derived from the optimizer's own, and
+shares its attributes with it, so `isinstance`, learning-rate schedulers, AMP and
+checkpoints see the optimizer they know, whether they got hold of it before or
+after it was wrapped. Used on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from coordinator.messages import ReduceOp
+from fusion import runtime
+from fusion.torch import process_sets
+from fusion.torch.carrier import Carrier, Wire
+from fusion.torch.compression import Compression, Compressor
+from fusion.torch.dynamic import Dynamic
+from fusion.torch.groups import Grouped, split
+from fusion.torch.ops import allreduce
+from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.slots import Slot, check_parameters, names_of, reducible
+from fusion.torch.static import Static
+from fusion.torch.submission import check_op
+from fusion.torch.window import FLAGS, Window
+
+Buckets = Literal["dynamic", "static"]
+_MIB = 1 << 20
+
+
+class _Distributed:
+    """What a wrapper adds to the optimizer class it derives from."""
+
+    _window: Window
+    _parameter_names: dict[torch.Tensor, str]
+    _explicit: bool
+    """`synchronize` was called by the user, and no step has followed yet."""
+    _skipping: bool
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups.
+
+        Whoever reads these between `backward` and `step` (a gradient scaler, a
+        clipping loop) is about to look at gradients, so reductions in flight are
+        completed first.
+        """
+        window = self.__dict__.get("_window")
+        if window is not None and window.reads_must_wait:
+            window.settle(keep=True)
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are added up before a gradient is reduced."""
+        return self._window.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change `backward_passes_per_step`, from the next backward pass on."""
+        _check_passes(passes)
+        self._window.passes = passes
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, so that they can be read, clipped or changed.
+
+        Every rank must call it. A step that follows inside `skip_synchronize()`
+        uses the gradients as they then are.
+        """
+        if not self._window.settled:
+            self._window.settle(keep=True)
+        self._explicit = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this, `step` does not reduce gradients: `synchronize` has."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, unless that is done, and update the parameters.
+
+        Args:
+            closure: computes the loss and its gradients anew, as for the plain
+                optimizer; the gradients are reduced after each call.
+        """
+        self._opt_called = True  # What a learning-rate scheduler looks for.
+        if closure is not None:
+            closure = self._reducing(closure)
+        elif not self._skipping:
+            if self._explicit and self._window.settled:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
+                    "the gradients are not reduced again. Put step() inside the context to silence this",
+                    stacklevel=2,
+                )
+            elif not self._window.settled:
+                self._window.settle(keep=True)
+        result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        self._explicit = self._window.settled = False
+        return result
+
+    # torch patches `step` of a class when an optimizer is copied or loaded; the
+    # base class's `step` runs the hooks already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose gradients are reduced; for L-BFGS, which decides by the loss, the loss is too."""
+        averages_loss = isinstance(self, torch.optim.LBFGS)
+
+        def reducing() -> Any:
+            loss = closure()
+            self._window.settle(keep=True)
+            return allreduce(torch.as_tensor(loss).detach()) if averages_loss else loss
+
+        return reducing
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients away, also those whose reduction is still in flight.
+
+        Every rank must do so or none: parameters would differ afterwards.
+        """
+        self._window.forget()
+        self._explicit = False
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which are reduced from now on. Every rank must do so."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        number = len(self.param_groups) - 1
+        new = names_of([{"params": []}] * number + [self.param_groups[number]], None)
+        check_parameters(new)
+        start = len(self._parameter_names)
+        self._parameter_names.update(new)
+        self._window.add(_slots(new, start))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, and forget gradients of before."""
+        self._window.forget()
+        self._explicit = False
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy or a pickle is the plain optimizer: hooks belong to this process and these parameters."""
+        plain_class = type(self).__mro__[2]
+        plain = plain_class.__new__(plain_class)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in _OWN})
+        return plain.__reduce_ex__(protocol)
+
+
+_OWN = ("_window", "_parameter_names", "_explicit", "_skipping", "step")
+_Distributed.__name__ = "DistributedOptimizer"
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    buckets: Buckets | None = None,
+    average_aggregated_gradients: bool = False,
+) -> Any:
+    """Wrap an optimizer so that gradients are reduced over all ranks before each step.
+
+    Gradients are reduced while the backward pass is still running. Every rank
+    must construct its wrappers in the same order and step them equally often.
+    A parameter that only some ranks used gets the sum of their gradients over
+    all ranks' number; one that no rank used keeps the gradient it had.
+
+    The gradients of several backward passes are added up, also by `step()` before
+    all of them have run; divide the loss by their number for an average over the
+    whole batch, or set `average_aggregated_gradients`.
+
+    Args:
+        optimizer: the optimizer. Its state and groups are shared with the wrapper.
+        named_parameters: names for the parameters, usually `model.named_parameters()`.
+        compression: the type in which gradients travel, see `Compression`.
+        backward_passes_per_step: passes that are added up before a reduction.
+        op: `Average` or `Sum`; `Min`, `Max` and `Product` work too.
+        gradient_predivide_factor: with `Average`, divide by this before the sum and
+            by size / this after it.
+        num_groups: older name of `groups`.
+        groups: reduce gradients in this many groups, or in these lists of
+            parameters, each as one request.
+        sparse_as_dense: reduce sparse gradients as dense ones; cheaper if most rows
+            are used.
+        process_set: the ranks that take part.
+        buckets: "dynamic": what is ready at the same time is fused. "static": gradients
+            live in fixed buckets of shared memory. Default: the setting `buckets`.
+        average_aggregated_gradients: divide by `backward_passes_per_step`.
+
+    Returns:
+        An instance of a subclass of the optimizer's class, with `synchronize()`,
+        `skip_synchronize()` and `set_backward_passes_per_step()` beside its methods.
+
+    Raises:
+        ValueError: names are not unique or not complete; parameters are sharded;
+            options contradict each other.
+    """
+    process_sets.check(process_set)
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already: wrapping it again would reduce twice")
+    _check_passes(backward_passes_per_step)
+    if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
+        raise ValueError("gradient_predivide_factor splits the division of op=Average; leave it out with another op")
+    if num_groups:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    check_op(op, (), "DistributedOptimizer")
+    names = names_of(optimizer.param_groups, named_parameters)
+    check_parameters(names)
+    passes = backward_passes_per_step if average_aggregated_gradients else 1
+    predivide = float(gradient_predivide_factor)
+    wire = Wire(op, 1.0 / (predivide * passes), predivide, compression)
+    slots = _slots(names, 0)
+    make_carrier = _carrier_maker(wire, buckets, groups, slots)
+    return _wrap(optimizer, names, Window(slots, wire, backward_passes_per_step, make_carrier, sparse_as_dense))
+
+
+def _wrap(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], window: Window) -> Any:
+    plain_class = type(optimizer)
+    derived = type(plain_class.__name__, (_Distributed, plain_class), {"__module__": __name__})
+    attributes = optimizer.__dict__
+    earlier = attributes.get("_window")
+    if earlier is not None:
+        earlier.close()  # The optimizer had been wrapped before: the new wrapper replaces the old one.
+    wrapper = derived.__new__(derived)
+    wrapper.__dict__ = attributes
+    attributes.update(_window=window, _parameter_names=names, _explicit=False, _skipping=False)
+    if "step" in attributes:
+        attributes["step"] = _tracked_step(wrapper)
+    return wrapper
+
+
+def _tracked_step(wrapper: Any) -> Callable[..., Any]:
+    """For a scheduler made before the wrapper: it put a counting `step` on the instance, of the plain class."""
+    reference = weakref.ref(wrapper)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        return type(found).step(found, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _carrier_maker(
+    wire: Wire,
+    buckets: Buckets | None,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    slots: Sequence[Slot],
+) -> Callable[[str, Sequence[Slot]], Carrier]:
+    """Decide how gradients travel; what is made is for one runtime and one set of parameters."""
+    if buckets not in (None, "dynamic", "static"):
+        raise ValueError(f'buckets must be "dynamic" or "static", not {buckets!r}')
+    grouped = split([slot for slot in slots if slot.parameter.requires_grad], groups) if groups else []
+    obstacle = Static.serves(wire) if not grouped else "groups= puts gradients into groups of their own"
+    if buckets == "static" and obstacle is not None:
+        raise ValueError(f'buckets="static" cannot be used: {obstacle}')
+
+    def make(scope: str, present: Sequence[Slot]) -> Carrier:
+        config = runtime.current().config
+        dynamic = Dynamic(scope, wire)
+        if grouped:
+            return Grouped(scope, wire, dynamic, grouped)
+        if (buckets or config.buckets) == "static" and obstacle is None:
+            placed = [slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()]
+            votes = len(present) + FLAGS
+            return Static(scope, wire, dynamic, placed, votes, int(config.fusion_threshold_mb * _MIB))
+        return dynamic
+
+    return make
+
+
+def _slots(names: dict[torch.Tensor, str], start: int) -> list[Slot]:
+    return [
+        Slot(parameter, name, start + position)
+        for position, (parameter, name) in enumerate(names.items())
+        if reducible(parameter)
+    ]
+
+
+def _check_passes(passes: int) -> None:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")

@@ -1,0 +1,252 @@
+"""From a call to a request: everything one rank can check by itself, before others are involved.
+
+Called on the thread that submits; nothing here waits. What is wrong raises here,
+names the tensor, and leaves nothing behind on this or any other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from coordinator.handle import Handle
+from coordinator.messages import ANY, OpKind, ReduceOp, Request
+from fusion import dtypes, runtime
+from fusion.arrays import Restore, as_tensor
+from fusion.torch.compression import Compressor, NoneCompressor
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What a caller asked for, beside the tensors."""
+
+    name: str | None = None
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root_rank: int = -1
+    splits: Any = None
+    compression: type[Compressor] = NoneCompressor
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """One operation, described once; its forms are made from this by `forms`."""
+
+    name: str
+    kind: OpKind
+    summary: str
+    """What it does, one sentence; the documentation of every form begins with it."""
+    options: Callable[..., Options]
+    """Keyword parameters of the asynchronous and in-place forms."""
+    blocking_options: Callable[..., Options]
+    """Keyword parameters of the blocking out-of-place form."""
+    in_place: bool
+    grouped: bool
+    free_first_dim: bool = False
+    """The first dimension may differ between ranks."""
+    makes_output: bool = False
+    """The executor makes the output, whose shape is not known at submission."""
+    check: Callable[[Sequence[torch.Tensor], Options, str], None] = lambda tensors, options, name: None
+    """What only this operation requires."""
+
+
+def submit(
+    collective: Collective,
+    arrays: Sequence[Any],
+    options: Options,
+    *,
+    in_place: bool,
+    grouped: bool,
+    blocking: bool,
+) -> Handle:
+    """Check, describe and queue one call.
+
+    Raises:
+        TypeError: an argument is of a kind or dtype that cannot be used.
+        ValueError: a value cannot be used.
+    """
+    current = runtime.current()
+    base = f"grouped_{collective.name}" if grouped else collective.name
+    name = options.name if options.name is not None else current.unnamed(base, blocking=blocking)
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    if not arrays:
+        raise ValueError(f"'{name}': {base} needs at least one tensor")
+    tensors, restores = _tensors(arrays, name, in_place)
+    _check(collective, tensors, options, name, in_place)
+    collective.check(tensors, options, name)
+    inputs = [tensor.detach() for tensor in tensors]
+    extra = None
+    if collective.kind == OpKind.ALLTOALL:
+        extra = _splits(inputs[0], options.splits, name)
+        inputs[0] = inputs[0][: sum(extra)]
+    request = describe(collective, inputs, options, name)
+    outputs = _outputs(collective, inputs, in_place)
+    if collective.kind == OpKind.ALLTOALL:
+        unpack = _unpack_alltoall(restores[0], options.splits)
+    else:
+        unpack = _unpack(restores, arrays if in_place else None, grouped)
+    return current.submit(request, inputs, outputs, extra=extra, unpack=unpack)
+
+
+def describe(
+    collective: Collective, tensors: Sequence[torch.Tensor], options: Options, name: str
+) -> Request:
+    """The request of checked tensors."""
+    free = collective.free_first_dim
+    return Request(
+        name,
+        collective.kind,
+        tuple(dtypes.name_of(tensor.dtype, name) for tensor in tensors),
+        tuple((ANY, *tensor.shape[1:]) if free else tuple(tensor.shape) for tensor in tensors),
+        op=options.op,
+        root_rank=options.root_rank,
+        prescale=options.prescale,
+        postscale=options.postscale,
+    )
+
+
+def check_tensor(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor that the runtime cannot move.
+
+    Raises:
+        TypeError: its dtype, layout or device is not supported.
+    """
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"'{name}' is a {str(tensor.layout).removeprefix('torch.')} tensor: use sparse_allreduce_async, "
+            "or to_dense() first"
+        )
+    if tensor.is_complex():
+        raise TypeError(f"'{name}' has dtype {tensor.dtype}: pass torch.view_as_real(tensor), which has the same bytes")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"'{name}' is on {tensor.device}, but only tensors on the CPU can be reduced: pass tensor.cpu()")
+    dtypes.name_of(tensor.dtype, name)
+
+
+def check_op(op: Any, tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Refuse an operation that makes no sense for these tensors.
+
+    Raises:
+        TypeError: it is not a reduction.
+        ValueError: it is not defined for the dtype.
+        NotImplementedError: it is not built yet.
+    """
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"'{name}': op must be Average, Sum, Min, Max or Product, not {op!r}")
+    if op == ReduceOp.ADASUM:
+        raise NotImplementedError(f"'{name}': Adasum is not built yet; use Average or Sum")
+    if op == ReduceOp.AVERAGE and any(tensor.dtype == torch.bool for tensor in tensors):
+        raise ValueError(f"'{name}' is of dtype bool, which has no average: use Sum or Max for any, Min for all")
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor may share memory.
+
+    True for every tensor made by `expand` or by overlapping windows. False means
+    that they certainly do not.
+    """
+    span = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, length in sorted((stride, length) for stride, length in dims if length != 1):
+        if length == 0:
+            return False
+        if stride <= span:
+            return True
+        span += stride * (length - 1)
+    return False
+
+
+def _tensors(
+    arrays: Sequence[Any], name: str, writable: bool
+) -> tuple[list[torch.Tensor], list[Restore | None]]:
+    tensors, restores = [], []
+    for array in arrays:
+        tensor, restore = as_tensor(array, name, writable=writable)
+        tensors.append(tensor)
+        restores.append(restore)
+    return tensors, restores
+
+
+def _check(
+    collective: Collective, tensors: Sequence[torch.Tensor], options: Options, name: str, in_place: bool
+) -> None:
+    for tensor in tensors:
+        check_tensor(tensor, name)
+        if collective.makes_output and tensor.dim() == 0:
+            raise ValueError(f"'{name}' is a scalar, but {collective.name} needs a first dimension: use reshape(1)")
+        if in_place and overlaps(tensor):
+            raise ValueError(
+                f"'{name}' has elements that share memory (expand() makes such tensors), so it cannot be "
+                "written in place: pass tensor.contiguous() or use the out-of-place form"
+            )
+    size = runtime.current().topology.size
+    if collective.kind == OpKind.BROADCAST and not 0 <= options.root_rank < size:
+        raise ValueError(f"'{name}': root_rank is {options.root_rank}, but ranks are 0 to {size - 1}")
+    if collective.kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
+        check_op(options.op, tensors, name)
+
+
+def _outputs(
+    collective: Collective, inputs: list[torch.Tensor], in_place: bool
+) -> list[torch.Tensor | None]:
+    if in_place:
+        return list(inputs)
+    if collective.makes_output:
+        return [None] * len(inputs)
+    return [torch.empty_like(tensor) for tensor in inputs]
+
+
+def _splits(tensor: torch.Tensor, splits: Any, name: str) -> list[int]:
+    """How many rows go to each rank, checked."""
+    size = runtime.current().topology.size
+    rows = len(tensor)
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"'{name}' has {rows} rows, which {size} ranks cannot share equally: pass splits")
+        return [rows // size] * size
+    given = torch.as_tensor(splits)
+    if given.is_floating_point() or given.dtype == torch.bool or given.dim() != 1 or len(given) != size:
+        raise ValueError(f"'{name}': splits must be {size} integers, one for each rank")
+    counts: list[int] = given.tolist()
+    if min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"'{name}': splits {counts} must be at least 0 and add up to at most the {rows} rows of the tensor"
+        )
+    return counts
+
+
+Unpack = Callable[[list[Any]], Any]
+
+
+def _unpack(
+    restores: list[Restore | None], arrays: Sequence[Any] | None, grouped: bool
+) -> Unpack | None:
+    """How a handle turns outputs into what the caller gets; `arrays` are returned as they are."""
+    if arrays is not None:
+        kept = list(arrays)
+        return (lambda outputs: kept) if grouped else (lambda outputs: kept[0])
+    if not grouped and restores[0] is None:
+        return None
+
+    def unpack(outputs: list[Any]) -> Any:
+        results = [
+            output if restore is None else restore(output)
+            for output, restore in zip(outputs, restores, strict=False)
+        ]
+        return results if grouped else results[0]
+
+    return unpack
+
+
+def _unpack_alltoall(restore: Restore | None, splits: Any) -> Unpack:
+    """Rows, and how many came from each rank in the dtype in which the splits were given."""
+    dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+
+    def unpack(outputs: list[Any]) -> Any:
+        rows, received = outputs[0], outputs[1].to(dtype)
+        return (rows, received) if restore is None else (restore(rows), restore(received))
+
+    return unpack
