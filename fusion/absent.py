@@ -51,10 +51,14 @@ def neutral(request: Request, dtype: str) -> float | int | bool:
         return largest
     if torch_dtype.is_floating_point:
         return float("inf") if largest else float("-inf")
-    return _extreme(torch.iinfo(torch_dtype), largest, abs(scale))
+    return _extreme(torch.iinfo(torch_dtype), largest, scale)
 
 
-def _extreme(limits: torch.iinfo, largest: bool, magnitude: float) -> int:
+def _extreme(limits: torch.iinfo, largest: bool, scale: float) -> int:
     """The end of an integer range, or as near as it may be without overflowing when scaled."""
-    end = limits.max if largest else limits.min
-    return end if magnitude <= 1.0 else int(end / magnitude)
+    if scale == 1.0:
+        return limits.max if largest else limits.min
+    # Scaling is done in float64, where the largest int64 would round up to 2^63.
+    most = limits.max - (4096 if limits.bits == 64 else 0)
+    least = max(limits.min, -most)
+    return int((most if largest else least) / max(1.0, abs(scale)))

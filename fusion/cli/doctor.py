@@ -26,11 +26,12 @@ from rich.table import Table
 
 from coordinator.errors import ConfigError
 from fusion.cli.launch import Job, Launcher, LaunchError, command, find_launcher, local_cores, surroundings
+from fusion.cli.processes import kill_descendants
 from fusion.config import Config, load
 
 Status = Literal["ok", "limited", "missing"]
 _MIB = 1 << 20
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
 class Check(Struct, frozen=True):
@@ -116,7 +117,7 @@ def examine(timeout: float) -> Findings:
 
 
 def _probe(name: str, timeout: float) -> dict[str, Any]:
-    return _json_of([*_python(), name], timeout)
+    return answer([*_python(), name], timeout)
 
 
 def _probe_ranks(name: str, launcher: Launcher | str, timeout: float, *options: str) -> dict[str, Any]:
@@ -126,25 +127,32 @@ def _probe_ranks(name: str, launcher: Launcher | str, timeout: float, *options: 
     if options and launcher.family != "Open MPI":
         return {"failed": f"not asked of {launcher.family}"}
     job = Job(np=2, words=(*_python(), name), mpi_args=options, prefix=False)
-    return _json_of(command(launcher, job, surroundings()), timeout)
+    return answer(command(launcher, job, surroundings()), timeout)
 
 
 def _python() -> list[str]:
     return [sys.executable, "-m", "fusion.cli.probes"]
 
 
-def _json_of(line: Sequence[str], timeout: float) -> dict[str, Any]:
-    """The first JSON object that a command prints, whatever a library prints around it."""
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no answer within {timeout:g} s"}
-    for start in re.finditer(r"\{", done.stdout):
+def answer(line: Sequence[str], timeout: float) -> dict[str, Any]:
+    """The first JSON object that a command prints, whatever a library prints around it.
+
+    A command that does not end in time is killed with all that it started.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            kill_descendants()
+            process.kill()
+            return {"failed": f"no answer within {timeout:g} s"}
+    for start in re.finditer(r"\{", output):
         with suppress(json.JSONDecodeError):
-            found: dict[str, Any] = json.JSONDecoder().raw_decode(done.stdout, start.start())[0]
+            found: dict[str, Any] = json.JSONDecoder().raw_decode(output, start.start())[0]
             return found
-    last = next(iter(reversed(done.stderr.strip().splitlines())), "no output")
-    return {"failed": f"exit status {done.returncode}: {last}"}
+    last = next(iter(reversed(errors.strip().splitlines())), "no output")
+    return {"failed": f"exit status {process.returncode}: {last}"}
 
 
 def _shared_free() -> int | None:

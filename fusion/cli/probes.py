@@ -99,7 +99,7 @@ def main(name: str) -> None:
     """Run one probe; an exception becomes the finding."""
     try:
         found = PROBES[name]()
-    except Exception as error:  # Whatever a library raises on loading is what is to be reported.
+    except Exception as error:  # noqa: BLE001 - whatever a library raises on loading is the finding
         found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     # One write, so that the lines of two ranks do not mix.
     sys.stdout.write(json.dumps(found) + "\n")

@@ -108,7 +108,7 @@ class _Supervisor:
             return 128 + self._interruption
         return 128 - status if status < 0 else status
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._interruption is not None:
             kill_descendants()
             return
@@ -189,6 +189,6 @@ def _living() -> Iterator[tuple[int, int]]:
 
 def _prctl() -> Callable[[int, int], int]:
     if not sys.platform.startswith("linux"):
-        return lambda option, value: 0
+        return lambda _option, _value: 0
     function: Callable[[int, int], int] = ctypes.CDLL(None, use_errno=True).prctl
     return function

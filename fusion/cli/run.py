@@ -51,7 +51,7 @@ class RunCommand(TyperCommand):
         super().__init__(*args, **kwargs)
         self.context_settings = {**self.context_settings, "allow_interspersed_args": False}
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer calls it so
         return ["-np N [OPTIONS]", "PROGRAM [ARGS]... | -- MPIRUN_ARGS..."]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial as bind
-from itertools import cycle
+from itertools import chain, cycle
 
 import torch
 from mpi4py import MPI
@@ -100,7 +100,9 @@ def _pass_on(segment: torch.Tensor, last: bool) -> torch.Tensor | None:
 class _Receive:
     """A segment to come: where it lands, and what is done with it."""
 
-    def __init__(self, target: torch.Tensor, then: Callable[[], torch.Tensor | None]) -> None:
+    def __init__(self, place: int, target: torch.Tensor, then: Callable[[], torch.Tensor | None]) -> None:
+        self.place = place
+        """First element of the vector that it is about."""
         self.target = target
         self.then = then
         """Uses the segment and returns what to pass on, if anything."""
@@ -145,12 +147,12 @@ class _Run:
         for segment in self._first:
             self._send(segment)
         posted: deque[_Receive] = deque()
-        coming = (receive for plan in self._receives for receive in plan)
-        for receive in coming:
+        for receive in chain.from_iterable(self._receives):
+            # A complete segment must not be asked for while its partial one is still worked on.
+            while len(posted) == AHEAD or any(other.place == receive.place for other in posted):
+                self._take(posted.popleft())
             self._post(receive)
             posted.append(receive)
-            if len(posted) == AHEAD:
-                self._take(posted.popleft())
         while posted:
             self._take(posted.popleft())
         for requests in self._sending.values():
@@ -175,14 +177,14 @@ class _Run:
             last = step == self._size - 2
             for lo, hi in self._segments(self._rank - step - 2):
                 target = next(free)[: hi - lo]
-                yield _Receive(target, bind(use, target, lo, hi, last))
+                yield _Receive(lo, target, bind(use, target, lo, hi, last))
 
     def _gathering(self, out: torch.Tensor) -> Iterator[_Receive]:
         for step in range(self._size - 1):
             last = step == self._size - 2
             for lo, hi in self._segments(self._rank - step - 1):
                 target = out[lo:hi]
-                yield _Receive(target, bind(_pass_on, target, last))
+                yield _Receive(lo, target, bind(_pass_on, target, last))
 
     def _segments(self, block: int) -> list[Block]:
         lo, hi = self._blocks[block % self._size]

@@ -27,6 +27,8 @@ from coordinator.errors import ConfigError
 from fusion.config.schema import FIELDS, Config
 
 CONFIG_VARIABLE = "FUSION_CONFIG"
+# Begins the names of aids for tests, which are no settings.
+TEST_PREFIX = "FUSION_TEST_"
 
 
 class Origin(Struct, frozen=True):
@@ -236,7 +238,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[_Item]:
         if value is not None:
             yield _Item(key, value, origin, text=isinstance(value, str))
     for variable, text in sorted(environ.items()):
-        if variable.startswith("FUSION_") and variable != CONFIG_VARIABLE and text:
+        ours = variable.startswith("FUSION_") and not variable.startswith(TEST_PREFIX)
+        if ours and text and variable != CONFIG_VARIABLE:
             yield _own(variable, text)
 
 

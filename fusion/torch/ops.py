@@ -26,6 +26,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+
 from coordinator.handle import Handle
 from coordinator.messages import OpKind, ReduceOp, Request
 from fusion import runtime
@@ -187,7 +189,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called this."""
     process_sets.check(process_set)
     current = runtime.current()
-    current.submit(Request(current.unnamed("barrier", blocking=True), OpKind.BARRIER, (), ()), (), []).result()
+    name = current.unnamed("barrier", blocking=True)
+    nothing = torch.empty(0, dtype=torch.uint8)  # Executed like any request: part by part.
+    current.submit(Request(name, OpKind.BARRIER, ("uint8",), ((0,),)), [nothing], [nothing]).result()
 
 
 def poll(handle: Handle) -> bool:

@@ -77,7 +77,7 @@ def submit(
     tensors, restores = _tensors(arrays, name, in_place)
     _check(collective, tensors, options, name, in_place)
     collective.check(tensors, options, name)
-    inputs = [tensor.detach() for tensor in tensors]
+    inputs = [_plain(tensor.detach()) if collective.makes_output else tensor.detach() for tensor in tensors]
     extra = None
     if collective.kind == OpKind.ALLTOALL:
         extra = _splits(inputs[0], options.splits, name)
@@ -197,6 +197,11 @@ def _outputs(
     if collective.makes_output:
         return [None] * len(inputs)
     return [torch.empty_like(tensor) for tensor in inputs]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A single element may have any strides and still be contiguous; as bytes it needs the plain ones."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.numel() == 1 else tensor
 
 
 def _splits(tensor: torch.Tensor, splits: Any, name: str) -> list[int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from fusion.cli.doctor import Check, Findings, diagnose, works
+from fusion.cli.doctor import Check, Findings, answer, diagnose, works
 from fusion.cli.launch import Launcher
+from fusion.cli.processes import descendants
 from fusion.config import Config
 from tests.cli.support import fusion, needs_launcher
 
@@ -123,6 +126,25 @@ def test_the_room_wanted_follows_the_settings() -> None:
 
 def test_nccls_version_is_written_as_nccl_writes_it() -> None:
     assert _check("NCCL").found == "2.27.3, in CuPy"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("print('{hello}', 'x {', '{\"size\": 2}{\"size\": 2}')", {"size": 2}),
+        ("import sys; sys.exit('no library')", {"failed": "exit status 1: no library"}),
+        ("import os; os._exit(3)", {"failed": "exit status 3: no output"}),
+    ],
+)
+def test_a_probe_is_understood_whatever_is_printed_around_its_answer(
+    code: str, found: dict[str, Any]
+) -> None:
+    assert answer([sys.executable, "-c", code], timeout=60) == found
+
+
+def test_a_probe_that_hangs_is_ended_with_all_that_it_started() -> None:
+    assert answer(["sh", "-c", "sleep 600 & wait"], timeout=0.5) == {"failed": "no answer within 0.5 s"}
+    assert descendants(os.getpid()) == []
 
 
 @needs_launcher

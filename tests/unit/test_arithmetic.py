@@ -141,16 +141,15 @@ def test_the_result_may_replace_any_of_the_inputs(op: ReduceOp, dtype: str, size
     op=st.sampled_from(REDUCTIONS),
     size=st.integers(1, 6),
     cut=st.integers(1, 5),
-    prescale=st.sampled_from([1.0, 0.5, 2.0]),
-    postscale=st.sampled_from([1.0, 0.25]),
+    scales=st.tuples(st.sampled_from([1.0, 0.5, 2.0]), st.sampled_from([1.0, 0.25])),
 )
 def test_partial_results_of_nodes_combine_to_the_whole(
-    dtype: str, op: ReduceOp, size: int, cut: int, prescale: float, postscale: float
+    dtype: str, op: ReduceOp, size: int, cut: int, scales: tuple[float, float]
 ) -> None:
     """Accumulate on two nodes, combine, finish: the same as all at once, for exact values."""
     inputs = [of(dtype, *((rank + at) % 4 for at in range(8))) for rank in range(size)]
-    whole = reduce(op, inputs, prescale, postscale)
-    arithmetic = rules(op, to_torch(dtype), size, prescale, postscale)
+    whole = reduce(op, inputs, *scales)
+    arithmetic = rules(op, to_torch(dtype), size, *scales)
     partials = []
     for node in (inputs[:cut], inputs[cut:]):
         if node:

@@ -13,7 +13,6 @@ from fusion.collectives.node import ALIGN, ranges, slices
 from fusion.collectives.reducescatter import rows_of
 from fusion.collectives.ring import even_blocks
 
-
 OTHERS = [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.REDUCESCATTER, OpKind.BARRIER]
 
 

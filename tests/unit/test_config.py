@@ -216,6 +216,10 @@ def test_other_horovod_variables_are_not_ours_to_judge() -> None:
     assert load(environ={"HOROVOD_GPU_OPERATIONS": "NCCL"}).config == Config()
 
 
+def test_aids_for_tests_are_no_settings() -> None:
+    assert load(environ={"FUSION_TEST_NODES": "1,3"}).pinned == frozenset()
+
+
 def test_an_unknown_argument_is_answered_with_the_nearest_key() -> None:
     with pytest.raises(ConfigError, match="argument: unknown key 'cycle_time'; did you mean 'cycle_time_ms'"):
         load(environ={}, cycle_time=3)
