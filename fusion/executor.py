@@ -6,6 +6,7 @@ the cycle thread only. It owns the fusion buffers and the arenas.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from fusion.collectives.node import ALIGN, NodeBuffer
 from fusion.collectives.reducescatter import Reducescatter
 from fusion.collectives.shared import SharedAllreduce
 from fusion.packing import LayoutCache
+from fusion.threads import use_one_thread
 from fusion.topology import Topology
 
 LEAST_BUFFER_BYTES = 8 << 20
@@ -67,6 +69,7 @@ class CpuExecutor:
         self._layouts = LayoutCache()
         self._arenas: dict[int, Arena] = {}
         self._arenas_made = 0
+        self._thread = 0
         chunk = max(1, config.chunk_kb * 1024 // ALIGN) * ALIGN
         buffer = max(LEAST_BUFFER_BYTES, int(config.fusion_threshold_mb * (1 << 20)), chunk)
         world, node_channel = Channel(topology.world, waiter), Channel(topology.node, waiter)
@@ -91,6 +94,9 @@ class CpuExecutor:
 
     def execute(self, response: Response, entries: Sequence[Entry]) -> None:
         """Run one response; see `coordinator.executor.Executor`."""
+        if self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            use_one_thread()
         if response.kind == OpKind.ARENA:
             self._make_arena(response, entries[0])
             return

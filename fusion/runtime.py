@@ -25,11 +25,12 @@ from coordinator.recorder import Recorder
 from coordinator.stats import Stats
 from fusion.config import Config, load
 from fusion.exits import ExitWatch
-from fusion.group import Group
-from fusion.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from fusion.group import Group
+    from fusion.topology import Topology
 
 logger = logging.getLogger("fusion")
 
@@ -43,12 +44,13 @@ class Runtime:
     """
 
     def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+        self._make_group = _group_class()
         self.config = config
         self._comm = comm
         self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
         self._groups: dict[int, Group] = {}
         self._sets_made = 0
-        self.world = Group(
+        self.world = self._make_group(
             comm,
             config,
             self._recorder,
@@ -135,7 +137,7 @@ class Runtime:
         number = self._sets_made
         if self._comm.rank in ranks:
             comm = self._comm.Create_group(self._comm.group.Incl(ranks), tag=number)
-            group = Group(comm, self.config, self._recorder, number=number, ranks=ranks)
+            group = self._make_group(comm, self.config, self._recorder, number=number, ranks=ranks)
             comm.Free()
             self._groups[number] = group
             group.start()
@@ -296,6 +298,14 @@ def _start_mpi() -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI's thread level is below MPI_THREAD_MULTIPLE: make no MPI calls of your own")
     return MPI
+
+
+def _group_class() -> type[Group]:
+    """Imported here because the data plane imports mpi4py's MPI, which starts MPI:
+    a program that only imports the face, such as a spawned DataLoader worker, must not."""
+    from fusion.group import Group
+
+    return Group
 
 
 def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:

@@ -13,13 +13,13 @@ submission of its bucket and the end of `close`, and by this rank at other times
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from coordinator.handle import Handle, wait_all
 from coordinator.messages import ReduceOp, Region
 from fusion import runtime
-from fusion.arena import Arena
 from fusion.bucketing import Bucket, Item, Layout, lay_out
 from fusion.dtypes import name_of
 from fusion.torch.carrier import Wire
@@ -28,6 +28,8 @@ from fusion.torch.dynamic import Dynamic
 from fusion.torch.objects import broadcast_object
 from fusion.torch.slots import Parcel, Slot
 
+if TYPE_CHECKING:
+    from fusion.arena import Arena
 
 class Static:
     """The carrier of `buckets="static"`. Making one is collective.

@@ -33,7 +33,7 @@ hvd.allreduce(torch.ones(2), name="x")
     for rank in (0, 2):
         assert "RankLeftError" in done.outputs[rank]
         assert "rank 1: it raised ValueError: a bug on one rank" in done.outputs[rank]
-    assert done.outputs[1].count("ValueError: a bug on one rank\n") == 1
+    assert done.outputs[1].count("Traceback") == 1
 
 
 @pytest.mark.parametrize("code", ["1", "'a message'"])
@@ -285,3 +285,14 @@ assert runtime.current().config.cycle_time_ms == 1.0
     )
     assert "rank 1 uses rank 0's settings for cycle_time_ms" in done.outputs[1]
     assert "settings" not in done.outputs[0]
+
+
+def test_importing_the_face_does_not_start_mpi(run_ranks: RunRanks) -> None:
+    run_ranks(
+        """
+import sys
+import fusion.torch
+assert "mpi4py.MPI" not in sys.modules
+""",
+        np=1,
+    )
