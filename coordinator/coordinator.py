@@ -156,7 +156,7 @@ class Coordinator:
                 self._cycle()
             self._executor.close()
             self._wire.close()
-        except BaseException as error:  # Whatever it was, nobody may wait for this thread any more.
+        except BaseException as error:  # noqa: BLE001 - whatever it was, nobody may wait for this thread any more.
             self._break(error)
         finally:
             self._ended.set()
@@ -179,7 +179,9 @@ class Coordinator:
                 delay = pace.retry_delay(now - self._progressed_at)
             else:
                 delay = pace.heartbeat(now - self._progressed_at)
-            if delay <= 0.0 or not self._doorbell.wait(delay) and since is None:
+            if delay <= 0.0:
+                return
+            if not self._doorbell.wait(delay) and since is None:
                 return
 
     def _cycle(self) -> None:
@@ -296,7 +298,7 @@ class Coordinator:
             outputs = entry.outputs
             try:
                 result = entry.unpack(outputs) if entry.unpack is not None else outputs[0]
-            except Exception as error:  # The data arrived; only this caller's conversion failed.
+            except Exception as error:  # noqa: BLE001 - the data arrived; only this caller's conversion failed.
                 entry.handle.set_exception(error)
             else:
                 entry.handle.set_result(result)
@@ -322,7 +324,7 @@ class Coordinator:
         if verdict is not None:
             self._end(verdict)
             return
-        self._warn(merged, now)
+        self._warn(merged)
         resolution = self._negotiator.resolve(merged)
         for name, mismatch in resolution.mismatches.items():
             entry = self._table.get(name)
@@ -338,7 +340,7 @@ class Coordinator:
             entry.outputs[0] = last
             self._complete([entry])
 
-    def _warn(self, merged: Report, now: float) -> None:
+    def _warn(self, merged: Report) -> None:
         warning = self._stall.describe(merged, self._wire.size, self._negotiator.joined)
         if warning is None:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -103,7 +103,6 @@ class MpiWire:
         request = self._comm.isend(value, dest=to, tag=_EXCHANGE_TAG)
         self._waiter.until(lambda: request.test()[0])
 
-    def _receive(self, source: int) -> T:
+    def _receive(self, source: int) -> Any:
         self._waiter.until(lambda: self._comm.Iprobe(source, _EXCHANGE_TAG))
-        received: T = self._comm.recv(source=source, tag=_EXCHANGE_TAG)
-        return received
+        return self._comm.recv(source=source, tag=_EXCHANGE_TAG)

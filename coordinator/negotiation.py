@@ -181,7 +181,7 @@ class Negotiator:
         """
         pending = self._pending_requests()
         return Report(
-            ranks={request: 1 << self.rank for request in pending},
+            ranks=dict.fromkeys(pending, 1 << self.rank),
             ages={request.name: ages.get(request.name, 0.0) for request in pending},
             leaving={self.rank: leaving} if leaving is not None else {},
             joining=1 << self.rank if self._joins_now else 0,
@@ -282,6 +282,6 @@ class Negotiator:
         for name, (at, interval) in self._probes.items():
             if now >= at:
                 due = True
-                interval = min(2 * interval, LONGEST_PROBE_S)
-                self._probes[name] = (now + interval, interval)
+                longer = min(2 * interval, LONGEST_PROBE_S)
+                self._probes[name] = (now + longer, longer)
         return due

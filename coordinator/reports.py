@@ -64,8 +64,8 @@ def resolve(merged: Report, size: int, joined: int = 0) -> Resolution:
     variants: dict[str, dict[Request, int]] = {}
     for request, ranks in merged.ranks.items():
         variants.setdefault(request.name, {})[request] = ranks
-    agreed = []
-    mismatches = {}
+    agreed: list[Request] = []
+    mismatches: dict[str, Mismatch] = {}
     for name, forms in variants.items():
         if len(forms) == 1:
             agreed.extend(forms)
@@ -94,9 +94,7 @@ def rank_list(mask: int, most: int = 8) -> str:
 
 def _describe(name: str, forms: dict[Request, int], size: int) -> str:
     fields = [
-        field
-        for field in Request.__struct_fields__
-        if len({_value(request, field) for request in forms}) > 1
+        field for field in Request.__struct_fields__ if len({_value(request, field) for request in forms}) > 1
     ]
     sides = "; ".join(
         f"{rank_list(ranks)}: " + ", ".join(f"{_LABELS[field]} {_value(request, field)}" for field in fields)
@@ -136,7 +134,9 @@ def _and(fields: list[str]) -> str:
     return " and ".join(_LABELS[field] for field in fields)
 
 
-def stalled_names(merged: Report, size: int, limit_s: float, joined: int = 0) -> list[tuple[str, float, int, int]]:
+def stalled_names(
+    merged: Report, size: int, limit_s: float, joined: int = 0
+) -> list[tuple[str, float, int, int]]:
     """Names that waited longer than `limit_s`: (name, age, ranks with it, ranks without)."""
     everyone = ((1 << size) - 1) & ~joined
     found = []

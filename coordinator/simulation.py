@@ -17,7 +17,6 @@ from coordinator.messages import OpKind, ReduceOp, Request
 from coordinator.negotiation import Flag, Negotiator, Outcome
 from coordinator.reports import Report, Resolution, merge
 
-
 T = TypeVar("T")
 
 

@@ -88,9 +88,7 @@ class Group:
         """
         handle = Handle(request.name, self.coordinator.bell)
         self.coordinator.submit(
-            Entry(
-                request, inputs, outputs, handle, enqueued_at=time.monotonic(), extra=extra, unpack=unpack
-            )
+            Entry(request, inputs, outputs, handle, enqueued_at=time.monotonic(), extra=extra, unpack=unpack)
         )
         return handle
 

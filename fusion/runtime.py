@@ -108,7 +108,9 @@ class Runtime:
 
     def remove_process_set(self, number: int) -> Handle:
         """Ask all ranks to end a process set; what is pending in it fails."""
-        request = Request(f"process_set.remove.{number}", OpKind.PROCESS_SET, ("int64",), ((),), root_rank=number)
+        request = Request(
+            f"process_set.remove.{number}", OpKind.PROCESS_SET, ("int64",), ((),), root_rank=number
+        )
         return self.submit(request, (), [None])
 
     def stats(self) -> Stats:
@@ -125,8 +127,9 @@ class Runtime:
 
     def leave(self, reason: str, timeout: float | None = None) -> bool:
         """End this rank's part, process sets first; see `Coordinator.leave`."""
-        groups = [self._groups[number] for number in sorted(self._groups, reverse=True)]
-        agreed = all([group.coordinator.leave(reason, timeout) for group in groups])
+        agreed = True
+        for number in sorted(self._groups, reverse=True):
+            agreed &= self._groups[number].coordinator.leave(reason, timeout)
         self._recorder.stop_timeline()
         return agreed
 

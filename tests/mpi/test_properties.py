@@ -86,7 +86,9 @@ def test_sums_are_right_and_the_same_bits_on_every_rank() -> None:
         for index, result in enumerate(results):
             dtype = result.dtype
             wide = torch.float64 if dtype.is_floating_point else dtype
-            expected = torch.stack([tensors[index].to(wide) for tensors in everyone]).sum(0, dtype=wide).to(dtype)
+            expected = (
+                torch.stack([tensors[index].to(wide) for tensors in everyone]).sum(0, dtype=wide).to(dtype)
+            )
             tolerance = 0.0 if not dtype.is_floating_point else 2 * torch.finfo(dtype).eps
             torch.testing.assert_close(result, expected, rtol=tolerance, atol=0.0)
         assert len(set(hvd.allgather_object(digest(results)))) == 1
@@ -155,7 +157,9 @@ def test_a_request_keeps_its_tensor_alive_and_lets_go_of_it_when_done() -> None:
     import fusion.torch as hvd
 
     hvd.init()
-    handles = [hvd.allreduce_async(torch.full((1000,), float(i)), name=str(i), op=hvd.Sum) for i in range(100)]
+    handles = [
+        hvd.allreduce_async(torch.full((1000,), float(i)), name=str(i), op=hvd.Sum) for i in range(100)
+    ]
     gc.collect()
     clutter = [torch.rand(1000) for _ in range(200)]
     assert [handle.result(30)[0].item() for handle in handles] == [2.0 * i for i in range(100)]

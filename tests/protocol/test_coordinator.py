@@ -30,8 +30,8 @@ def test_every_name_gets_the_sum_of_its_own_values_whatever_the_order(size: int)
         names = [f"t{index}" for index in range(50)]
         handles = []
         for rank in range(size):
-            for name in random.Random(rank).sample(names, len(names)):
-                handles.append((name, ranks.submit(rank, tensor(name), float(name[1:]))))
+            order = random.Random(rank).sample(names, len(names))
+            handles += [(name, ranks.submit(rank, tensor(name), float(name[1:]))) for name in order]
         random.Random(99).shuffle(handles)
         for name, handle in handles:
             assert handle.result(10) == size * float(name[1:])
@@ -46,9 +46,7 @@ def test_a_group_completes_as_one_and_in_order() -> None:
 
 def test_tensors_submitted_together_share_a_buffer() -> None:
     with running(2, msgspec.structs.replace(DEFAULTS, cycle_time_s=0.5)) as ranks:
-        handles = [
-            ranks.submit(rank, tensor(f"t{index}"), 1.0) for rank in range(2) for index in range(10)
-        ]
+        handles = [ranks.submit(rank, tensor(f"t{index}"), 1.0) for rank in range(2) for index in range(10)]
         for handle in handles:
             handle.result(10)
         assert [len(response.parts) for response in ranks.executors[0].ran] == [10]

@@ -214,7 +214,8 @@ def test_whatever_the_orders_and_delays_every_request_runs_once_on_all_ranks(
     fabric = Fabric(size, capacity)
     for step in range(rounds):
         wanted = [
-            tensor(f"t{index}", (1 + chance.randrange(2) * (step % 2),)) for index in range(chance.randrange(1, 12))
+            tensor(f"t{index}", (1 + chance.randrange(2) * (step % 2),))
+            for index in range(chance.randrange(1, 12))
         ]
         queues = [chance.sample(wanted, len(wanted)) for _ in range(size)]
         done: list[Request] = []
@@ -226,7 +227,9 @@ def test_whatever_the_orders_and_delays_every_request_runs_once_on_all_ranks(
             done += fabric.cycle()
             if not any(queues) and not any(negotiator.pending for negotiator in fabric.ranks):
                 break
-        assert sorted(done, key=lambda request: request.name) == sorted(wanted, key=lambda request: request.name)
+        assert sorted(done, key=lambda request: request.name) == sorted(
+            wanted, key=lambda request: request.name
+        )
 
 
 def test_joined_ranks_hold_nothing_back_and_new_names_still_register() -> None:
