@@ -8,6 +8,7 @@ tensor is a name, a shape, a dtype name and a device kind.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -93,14 +94,19 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Payload in bytes on one rank; free dimensions count as one."""
-        return sum(
-            ITEM_SIZE[dtype] * prod(abs(dim) for dim in shape)
-            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
+        return _nbytes(self.dtypes, self.shapes)
 
     def encode(self) -> bytes:
         """The same bytes for equal requests, on every rank and in every run."""
         return _ENCODER.encode(self)
+
+
+@lru_cache(maxsize=1 << 14)  # Asked once a submission, for the same few shapes every step.
+def _nbytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(
+        ITEM_SIZE[dtype] * prod(abs(dim) for dim in shape)
+        for dtype, shape in zip(dtypes, shapes, strict=True)
+    )
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -20,6 +20,7 @@ from fusion.absent import absent_entry
 from fusion.arena import Arena
 from fusion.arithmetic import Scratch
 from fusion.channel import Channel
+from fusion.collectives.adasum import AdasumAllreduce
 from fusion.collectives.allgather import Allgather
 from fusion.collectives.alltoall import Alltoall
 from fusion.collectives.barrier import Barrier
@@ -120,10 +121,11 @@ class CpuExecutor:
         return self._means.node.nbytes + (self._alone.nbytes if self._alone else 0)
 
     def close(self) -> None:
-        """Let go of the buffers. Memory that tensors still refer to stays until they are gone."""
+        """Let go of buffers and communicators. Memory that tensors refer to stays until they are gone."""
         self._arenas.clear()
         self._layouts = LayoutCache()
         self._collectives.clear()
+        self._topology.close()
 
     def _build(self) -> dict[Algorithm, Collective]:
         means = self._means
@@ -138,6 +140,7 @@ class CpuExecutor:
             Algorithm.ALLTOALL: Alltoall(means),
             Algorithm.REDUCESCATTER: Reducescatter(means),
             Algorithm.BARRIER: Barrier(means),
+            Algorithm.ADASUM: AdasumAllreduce(means),
         }
         if self._alone is not None:
             collectives[Algorithm.RING] = HierarchicalAllreduce(means, self._alone, means.world, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from coordinator.messages import OpKind, Response
+from coordinator.messages import OpKind, ReduceOp, Response
 
 
 class Algorithm(Enum):
@@ -19,6 +19,7 @@ class Algorithm(Enum):
     ALLTOALL = auto()
     REDUCESCATTER = auto()
     BARRIER = auto()
+    ADASUM = auto()
 
 
 _BY_KIND = {
@@ -42,6 +43,8 @@ def choose(response: Response, *, nodes: int, size: int, hierarchy: str) -> Algo
     """
     if response.kind != OpKind.ALLREDUCE:
         return _BY_KIND[response.kind]
+    if response.first.op == ReduceOp.ADASUM:
+        return Algorithm.ADASUM
     if response.first.region is not None:
         return Algorithm.IN_PLACE
     if size == 1:

@@ -64,7 +64,6 @@ class Plane:
 
     def close(self) -> None:
         self.executor.close()
-        self.topology.close()
 
     def allreduce(
         self,
