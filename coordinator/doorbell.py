@@ -1,36 +1,40 @@
 """How user threads wake the cycle thread.
 
 Ringing is cheap and safe from any thread; rings between two waits count as one.
-Built on `SimpleQueue` because its timed `get` is one C call that drops the GIL.
+
+Built on a bare lock, held while the bell is silent: its timed `acquire` is one C
+call that drops the GIL. A `SimpleQueue` is not fit for this: in CPython 3.11 its
+`get` may wait for ever when a timeout of microseconds runs out inside the call.
 """
 
 from __future__ import annotations
 
-import queue
+import threading
+from contextlib import suppress
 
 
 class Doorbell:
     """A bell that one thread waits at and any thread may ring."""
 
     def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._silence = threading.Lock()
+        self._silence.acquire()
         self._rung = False
 
     def ring(self) -> None:
         """Wake the waiting thread, or let its next wait return at once."""
         if not self._rung:
             self._rung = True
-            self._rings.put(None)
+            with suppress(RuntimeError):  # Another thread rang in the same moment.
+                self._silence.release()
 
     def wait(self, timeout: float) -> bool:
         """Sleep until rung or until `timeout` seconds are over; says which.
 
-        The flag is cleared only after the token was taken: a ring in between is
-        then either seen by the caller, who looks at its work next, or kept.
+        The flag is cleared only after the bell was heard: a ring in between is
+        left out, and what it was about is seen by the caller, who looks next.
         """
-        try:
-            self._rings.get(timeout=timeout)
-        except queue.Empty:
-            return False
-        self._rung = False
-        return True
+        heard = self._silence.acquire(timeout=timeout)
+        if heard:
+            self._rung = False
+        return heard
