@@ -50,8 +50,9 @@ _MOST_PLANS = 1024
 JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
 """What `join` submits; its result is the rank that joined last."""
 
-_ALONE = (OpKind.ALLREDUCE, OpKind.ALLGATHER, OpKind.BROADCAST, OpKind.BARRIER)
-"""Kinds that ranks can run while others have joined."""
+_ALONE = (OpKind.ALLREDUCE, OpKind.BARRIER)
+"""Kinds that ranks can run while others have joined. A broadcast would pass the joined ranks by,
+and a gathering would lack their rows: callers mean neither."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -379,8 +380,6 @@ def _refusal(response: Response, joined: int) -> FusionError | None:
     if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
         what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
         return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
-    if request.kind == OpKind.BROADCAST and joined >> request.root_rank & 1:
-        return FusionError(f"'{request.name}': its root, rank {request.root_rank}, has called join()")
     return None
 
 

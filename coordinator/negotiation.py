@@ -256,8 +256,9 @@ class Negotiator:
         if not bits.any():
             return ()
         slots = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        self._reserve(64 * len(bits))
+        self._waiting_count -= int(np.count_nonzero(self._waiting[slots]))  # None, if this rank has joined.
         self._waiting[slots] = False
-        self._waiting_count -= len(slots)
         ready = tuple(slots.tolist())
         if self._probes:
             for slot in ready:

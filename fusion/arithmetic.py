@@ -8,7 +8,7 @@ combined in the order they are given.
 |---|---|---|
 | float32, float64 | itself | average is the sum times 1/size |
 | float16, bfloat16 | float32 | scaled there too, rounded once at the end |
-| integers | itself; int64 for an average | a sum wraps modulo 2^bits; an average is floored |
+| integers | itself; int64 for an average | a sum wraps modulo 2^bits; an average is truncated toward zero |
 | bool | itself | sum and max mean any, min and product mean all |
 
 Scale factors multiply every input before, and the result after; for integers
@@ -133,7 +133,7 @@ class Arithmetic:
         `out` is of the data's dtype, and may be `partial`.
         """
         if self._divisor != 1:
-            partial.floor_divide_(self._divisor)
+            partial.div_(self._divisor, rounding_mode="trunc")
         if self._postscale != 1.0:
             if self._floating:
                 partial.mul_(self._postscale)

@@ -59,6 +59,7 @@ class Runtime:
             wrap=lambda executor: _WithProcessSets(executor, self._make_process_set, self._drop_process_set),
         )
         self._groups[0] = self.world
+        self._process_sets: dict[int, tuple[int, ...]] = {0: self.world.ranks}
         if config.timeline:
             self.start_timeline(config.timeline)
         self.world.start()
@@ -71,6 +72,24 @@ class Runtime:
     def group(self, number: int) -> Group | None:
         """The process set of that number, if this rank is in it."""
         return self._groups.get(number)
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every process set by number, whether or not this rank is in it."""
+        return dict(self._process_sets)
+
+    def ranks_of(self, comm: MPI.Comm) -> list[int]:
+        """The ranks of an mpi4py communicator as ranks of this runtime, ascending.
+
+        Raises:
+            ValueError: one of them is not a rank of this runtime.
+        """
+        ours = self._comm.group
+        ranks = sorted(type(ours).Translate_ranks(comm.group, list(range(comm.group.size)), ours))
+        if ranks and ranks[0] < 0:  # MPI_UNDEFINED is negative in every MPI.
+            raise ValueError(
+                "the communicator of a process set has ranks that the runtime was not started with"
+            )
+        return ranks
 
     def submit(
         self,
@@ -102,7 +121,11 @@ class Runtime:
 
         Args:
             ranks: its members, ascending; the same on every rank.
+
+        Raises:
+            FusionError: MPI was started without MPI_THREAD_MULTIPLE.
         """
+        _require_multiple_threads()
         name = f"process_set.add.{','.join(map(str, ranks))}"
         return self.submit(Request(name, OpKind.PROCESS_SET, ("int64",), (tuple(ranks),)), (), [None])
 
@@ -138,6 +161,7 @@ class Runtime:
     def _make_process_set(self, ranks: tuple[int, ...]) -> int:
         self._sets_made += 1
         number = self._sets_made
+        self._process_sets[number] = ranks
         if self._comm.rank in ranks:
             comm = self._comm.Create_group(self._comm.group.Incl(ranks), tag=number)
             group = self._make_group(comm, self.config, self._recorder, number=number, ranks=ranks)
@@ -147,6 +171,7 @@ class Runtime:
         return number
 
     def _drop_process_set(self, number: int) -> None:
+        self._process_sets.pop(number, None)
         group = self._groups.pop(number, None)
         if group is not None:
             group.coordinator.leave("the process set was removed")
@@ -301,6 +326,22 @@ def _start_mpi() -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI's thread level is below MPI_THREAD_MULTIPLE: make no MPI calls of your own")
     return MPI
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI was started with MPI_THREAD_MULTIPLE, so that the program may use it beside the runtime."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def _require_multiple_threads() -> None:
+    if not mpi_threads_supported():
+        raise FusionError(
+            "a process set has a thread of its own that calls MPI, so MPI must be started with "
+            'MPI_THREAD_MULTIPLE: let init() start MPI, or set mpi4py.rc.thread_level = "multiple" before the '
+            "first import of mpi4py.MPI"
+        )
 
 
 def _group_class() -> type[Group]:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,8 @@ from fusion.config import load
 from fusion.config.sources import CONFIG_VARIABLE
 
 USAGE_ERROR = 2
+# Holds a package `horovod` that is this runtime.
+AS_HOROVOD = Path(__file__).parents[1] / "as_horovod"
 HELP = (
     "Start a job: the same program on every rank, under the mpirun of this environment.\n\n"
     "Options of fusion run come first. The first word that is none of them is the program, and all "
@@ -38,6 +41,8 @@ HELP = (
     "After a -- in the program's place, everything goes to mpirun as it stands, its options and the "
     "program; an option given there replaces the one that fusion run would have given:\n\n"
     "    fusion run -np 2 -- --mca btl tcp,self python train.py\n\n"
+    "With --as-horovod a script that imports horovod.torch runs unchanged, on this runtime:\n\n"
+    "    fusion run --as-horovod -np 2 train_with_horovod.py\n\n"
     "Open MPI and MPICH are known. The exit status is mpirun's, or 128 + n when signal n ended the job. "
     "Ctrl-C ends all ranks."
 )
@@ -86,12 +91,16 @@ def run(  # noqa: PLR0917 - the command line's options, passed by name
             metavar="TEXT", help='Further options for mpirun, as in --mpi-arg "--mca btl tcp,self".'
         ),
     ] = None,
+    as_horovod: Annotated[
+        bool,
+        typer.Option("--as-horovod", help="Let `import horovod` in the ranks mean this runtime."),
+    ] = False,
     prefix: Annotated[bool, typer.Option(help="Begin each line of output with its rank.")] = True,
     show: Annotated[bool, typer.Option("--show", help="Print the mpirun command; do not run it.")] = False,
 ) -> None:
     """Start the job that the command line describes; see `HELP`."""
     try:
-        environ = _environ(config)
+        environ = _environ(config, as_horovod=as_horovod)
         job = Job(
             np=ranks,
             words=tuple(words),
@@ -114,15 +123,20 @@ def run(  # noqa: PLR0917 - the command line's options, passed by name
     raise typer.Exit(supervise(line, environ, relay=lines))
 
 
-def _environ(config: str | None) -> dict[str, str]:
+def _environ(config: str | None, *, as_horovod: bool) -> dict[str, str]:
     """The ranks' environment. Only what the user gave is set, so that no default looks pinned."""
     environ = dict(os.environ)
-    here = os.path.dirname(sys.executable)
-    environ["PATH"] = os.pathsep.join(filter(None, (here, environ.get("PATH"))))
+    _put_first(environ, "PATH", os.path.dirname(sys.executable))
+    if as_horovod:
+        _put_first(environ, "PYTHONPATH", str(AS_HOROVOD))
     if config is not None:
         environ[CONFIG_VARIABLE] = os.path.abspath(config)
     load(config, environ=environ)  # one message here, rather than one traceback a rank
     return environ
+
+
+def _put_first(environ: dict[str, str], variable: str, folder: str) -> None:
+    environ[variable] = os.pathsep.join(filter(None, (folder, environ.get(variable))))
 
 
 def _hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:

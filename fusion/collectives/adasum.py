@@ -87,7 +87,9 @@ class AdasumAllreduce:
         self._exchange(vector[slice(*others)], landing, distance)
         kept = vector[slice(*mine)]
         lower, upper = (landing, kept) if self._world.rank & distance else (kept, landing)
-        parts = [(piece.part, (piece.at, piece.at + piece.stop - piece.start)) for piece in layout.pieces(*mine)]
+        parts = [
+            (piece.part, (piece.at, piece.at + piece.stop - piece.start)) for piece in layout.pieces(*mine)
+        ]
         products = torch.zeros(len(layout.counts), 3, dtype=torch.float64)
         for part, (lo, hi) in parts:
             products[part] = _products(lower[lo:hi], upper[lo:hi])
@@ -155,7 +157,7 @@ def _weights(ab: float, aa: float, bb: float) -> tuple[float, float]:
 
 
 def _mix(lower: torch.Tensor, upper: torch.Tensor, weights: tuple[float, float], out: torch.Tensor) -> None:
-    """The weighted sum, in float64 because weights of very unequal vectors exceed float32; `out` may be either."""
+    """The weighted sum, in float64: weights of very unequal vectors exceed float32. `out` may be either."""
     for lo, hi in ranges(0, len(out), CHUNK):
         mixed = lower[lo:hi].double() * weights[0]
         out[lo:hi].copy_(mixed.add_(upper[lo:hi].double(), alpha=weights[1]))

@@ -24,6 +24,7 @@ from coordinator.handle import Handle
 from coordinator.stats import Stats
 from fusion import runtime
 from fusion.runtime import is_initialized, shutdown
+from fusion.torch import elastic
 from fusion.torch.compression import Compression
 from fusion.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from fusion.torch.objects import allgather_object, broadcast_object
@@ -55,14 +56,36 @@ from fusion.torch.ops import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
     poll,
     reducescatter,
     reducescatter_async,
     synchronize,
 )
 from fusion.torch.optimizer import DistributedOptimizer
-from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    init_process_sets,
+    remove_process_set,
+)
+from fusion.torch.queries import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from fusion.torch.sparse import sparse_allreduce_async
+from fusion.torch.sync_batch_norm import SyncBatchNorm
 
 HorovodInternalError = FusionError
 """What Horovod scripts catch."""
@@ -88,6 +111,8 @@ __all__ = [
     "ShutdownError",
     "StallError",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -105,9 +130,16 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "get_process_set_ids_and_ranks",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -117,13 +149,21 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -134,9 +174,26 @@ __all__ = [
 ]
 
 
-def init(config: Any = None, *, comm: Any = None, **overrides: Any) -> None:
-    """Start the runtime; see `fusion.runtime.init`. A second call does nothing."""
+def init(config: Any = None, process_sets: Any = None, *, comm: Any = None, **overrides: Any) -> None:
+    """Start the runtime; see `fusion.runtime.init`. A second call only registers process sets.
+
+    Args:
+        config: settings, or `comm` as in Horovod.
+        process_sets: list of `ProcessSet`, the same on every rank but for those of
+            communicators; they are registered, and sets of the same ranks are registered
+            once. "dynamic" is accepted: `add_process_set` works always.
+        comm: the ranks that take part, a list or an mpi4py communicator.
+        overrides: single settings.
+
+    Raises:
+        ValueError: an entry of `process_sets` has the ranks of an earlier one or of all
+            ranks; the runtime runs nevertheless.
+        FusionError: MPI was started without the threads that are needed.
+    """
     runtime.init(config, comm=comm, **overrides)
+    given = comm if comm is not None else config
+    global_process_set.mpi_comm = given if hasattr(given, "Split") else global_process_set.mpi_comm
+    init_process_sets(process_sets)
 
 
 def rank() -> int:

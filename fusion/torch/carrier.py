@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 
 from coordinator.messages import OpKind, ReduceOp, Region, Request
 from fusion.torch.compression import Compressor
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 from fusion.torch.slots import Parcel, Slot
+
+if TYPE_CHECKING:
+    from fusion.group import Group
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -20,6 +24,12 @@ class Wire(msgspec.Struct, frozen=True):
     prescale: float
     postscale: float
     compression: type[Compressor]
+    process_set: ProcessSet = global_process_set
+
+    @property
+    def group(self) -> Group:
+        """The ranks that gradients are reduced over."""
+        return group_of(self.process_set)
 
     def request(
         self,

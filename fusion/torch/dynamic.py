@@ -13,7 +13,6 @@ import torch
 
 from coordinator.handle import Handle
 from coordinator.messages import ReduceOp, Request
-from fusion import runtime
 from fusion.dtypes import name_of
 from fusion.torch.carrier import Wire
 from fusion.torch.compression import NoneCompressor
@@ -52,7 +51,7 @@ class Dynamic:
             wire, dtype = Wire(ReduceOp.MAX, 1.0, 1.0, NoneCompressor), torch.float32
         ballot = torch.tensor(votes, dtype=dtype)
         request = wire.request(f"{self._scope}votes", (name_of(dtype),), (tuple(ballot.shape),))
-        runtime.current().submit(request, [ballot], [ballot]).result()
+        self._wire.group.submit(request, [ballot], [ballot]).result()
         agreed: list[float] = ballot.tolist()
         return agreed
 
@@ -82,7 +81,7 @@ class Dynamic:
             name = f"{self._scope}{slot.name}" + (f"#{nth}" if nth else "")
             request = self._wire.request(name, (name_of(values.dtype, name),), (tuple(values.shape),))
             self._requests[slot.index, nth] = request
-        return runtime.current().submit(request, [values], [values])
+        return self._wire.group.submit(request, [values], [values])
 
     def _votes_dtype(self, slots: Sequence[Slot]) -> torch.dtype:
         """The dtype that most gradients travel in."""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from coordinator.messages import OpKind
-from fusion import runtime
 from fusion.arrays import as_tensor
 from fusion.torch import gradients
 from fusion.torch.compression import NoneCompressor
+from fusion.torch.process_sets import group_of
 from fusion.torch.submission import Collective, Options, submit
 
 Form = Callable[..., Any]
@@ -54,7 +54,7 @@ def _form(
     what = "tensors" if grouped else "tensor"
 
     def form(*args: Any, **kwargs: Any) -> Any:
-        tensor, *others = args if args else (kwargs.pop(what),)
+        tensor, *others = args or (kwargs.pop(what),)
         arrays = list(tensor) if grouped else [tensor]
         options = parse(*others, **kwargs)
         if differentiable:
@@ -78,7 +78,7 @@ def _blocking(
         return _compressed(collective, siblings, arrays, options, grouped)
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arrays):
         base = f"grouped_{collective.name}" if grouped else collective.name
-        name = options.name or runtime.current().unnamed(base, blocking=True)
+        name = options.name or group_of(options.process_set).unnamed(base, blocking=True)
         call = gradients.Call(collective, _with(options, name=name), grouped)
         results = gradients.differentiable(call, arrays, siblings)
         result = results if grouped else results[0] if len(results) == 1 else tuple(results)

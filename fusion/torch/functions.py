@@ -15,12 +15,13 @@ import torch
 from fusion import runtime
 from fusion.torch.objects import broadcast_object
 from fusion.torch.ops import broadcast_async_
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 
 _SMALL = 4096
 """Tensors of fewer bytes travel with the header: a step counter is not worth a request."""
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors by those of `root_rank`, in place.
 
     Args:
@@ -28,16 +29,16 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             any mapping or iterable of tensors or (name, tensor) pairs. Entries that
             are no tensors are left as they are: send those by `broadcast_object`.
         root_rank: whose values are sent.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: `params` is none of these, or a name comes twice.
     """
-    current = runtime.current()
-    scope = current.unnamed("broadcast_parameters", blocking=False)
+    scope = group_of(process_set).unnamed("broadcast_parameters", blocking=False)
     handles = []
     for name, tensor in _named(params):
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-        handles.append(broadcast_async_(values, root_rank, name=f"{scope}.{name}"))
+        handles.append(broadcast_async_(values, root_rank, name=f"{scope}.{name}", process_set=process_set))
     for handle in handles:
         handle.result()
 
@@ -69,7 +70,10 @@ class _Placeholder(msgspec.Struct, frozen=True):
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,  # noqa: ARG001 - Horovod's parameter
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the optimizer state of `root_rank`: options of the groups and state of the parameters.
 
@@ -81,20 +85,20 @@ def broadcast_optimizer_state(
             parameters in the same order on every rank.
         root_rank: whose state is sent.
         model: not needed; for scripts that pass it.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: this rank's optimizer has other groups than that of `root_rank`.
     """
-    current = runtime.current()
-    scope = current.unnamed("broadcast_optimizer_state", blocking=False)
-    root = current.topology.rank == root_rank
+    scope = group_of(process_set).unnamed("broadcast_optimizer_state", blocking=False)
+    root = runtime.current().topology.rank == root_rank
     tensors: list[torch.Tensor] = []
     header = _pack(optimizer.state_dict(), tensors) if root else None
-    header = broadcast_object(header, root_rank, name=f"{scope}.header")
+    header = broadcast_object(header, root_rank, name=f"{scope}.header", process_set=process_set)
     if not root:
         tensors = [_empty(placeholder) for placeholder in _placeholders(header)]
     handles = [
-        broadcast_async_(tensor.detach(), root_rank, name=f"{scope}.{index}")
+        broadcast_async_(tensor.detach(), root_rank, name=f"{scope}.{index}", process_set=process_set)
         for index, tensor in enumerate(tensors)
     ]
     for handle in handles:

@@ -20,10 +20,13 @@ import torch
 
 from coordinator.messages import OpKind, ReduceOp
 from fusion import runtime
+from fusion.torch.process_sets import group_of
 from fusion.torch.submission import Collective, Options, submit
 
 Tensors = Sequence[torch.Tensor]
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_SAME = (*_LINEAR, ReduceOp.ADASUM)
+"""Gradients are combined as the values were; for Adasum that is no derivative, but what its users want."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -34,9 +37,11 @@ class Call(msgspec.Struct, frozen=True):
     grouped: bool
     """Always named: the name of the backward operations derives from it."""
 
-    def again(self, part: str, tensors: Tensors, collective: Collective, **options: Any) -> list[torch.Tensor]:
+    def again(
+        self, part: str, tensors: Tensors, collective: Collective, **options: Any
+    ) -> list[torch.Tensor]:
         """Run another operation as a part of this one's gradient."""
-        chosen = Options(name=f"{self.options.name}.{part}", **options)
+        chosen = Options(name=f"{self.options.name}.{part}", process_set=self.options.process_set, **options)
         handle = submit(collective, tensors, chosen, in_place=False, grouped=True, blocking=True)
         result: list[torch.Tensor] = handle.result()
         return result
@@ -46,14 +51,16 @@ class _Differentiable(torch.autograd.Function):
     """A call as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, siblings: _Siblings, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: Call, siblings: _Siblings, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         results = _run(call, tensors)
         ctx.call, ctx.siblings = call, siblings
         ctx.rows = [tensor.shape[:1] for tensor in tensors]
         if call.collective.kind == OpKind.ALLTOALL:
             ctx.received = results[1].tolist()
             ctx.mark_non_differentiable(results[1])
-        elif call.options.op not in _LINEAR:
+        elif call.options.op not in _SAME:
             ctx.save_for_backward(*tensors, *results)
         return tuple(results)
 
@@ -78,7 +85,9 @@ def differentiable(call: Call, tensors: Tensors, siblings: dict[str, Collective]
 
 
 def _run(call: Call, tensors: Tensors) -> list[torch.Tensor]:
-    handle = submit(call.collective, tensors, call.options, in_place=False, grouped=call.grouped, blocking=True)
+    handle = submit(
+        call.collective, tensors, call.options, in_place=False, grouped=call.grouped, blocking=True
+    )
     result = handle.result()
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
@@ -86,7 +95,7 @@ def _run(call: Call, tensors: Tensors) -> list[torch.Tensor]:
 def _allreduce(ctx: Any, grads: Tensors) -> Tensors:
     call: Call = ctx.call
     options = call.options
-    if options.op in _LINEAR:
+    if options.op in _SAME:
         return call.again(
             "grad",
             grads,
@@ -133,21 +142,22 @@ def _broadcast(ctx: Any, grads: Tensors) -> Tensors:
 def _allgather(ctx: Any, grads: Tensors) -> Tensors:
     call: Call = ctx.call
     mine = [rows[0] for rows in ctx.rows]
-    rank = runtime.current().topology.rank
+    rank = group_of(call.options.process_set).topology.rank
     averages = call.again("grad", grads, ctx.siblings.allreduce, op=ReduceOp.AVERAGE)
     (all_rows,) = call.again("rows", [torch.tensor([mine])], ctx.siblings.allgather)
     starts = all_rows[:rank].sum(0).tolist()
     return [
-        average.narrow(0, start, length) for average, start, length in zip(averages, starts, mine, strict=True)
+        average.narrow(0, start, length)
+        for average, start, length in zip(averages, starts, mine, strict=True)
     ]
 
 
 def _alltoall(ctx: Any, grads: Tensors) -> Tensors:
     call: Call = ctx.call
-    options = Options(name=f"{call.options.name}.grad", splits=ctx.received)
-    handle = submit(
-        ctx.siblings.alltoall, [grads[0]], options, in_place=False, grouped=False, blocking=True
+    options = Options(
+        name=f"{call.options.name}.grad", splits=ctx.received, process_set=call.options.process_set
     )
+    handle = submit(ctx.siblings.alltoall, [grads[0]], options, in_place=False, grouped=False, blocking=True)
     returned: torch.Tensor = handle.result()[0]
     unsent = ctx.rows[0][0] - len(returned)
     if unsent:
@@ -158,10 +168,12 @@ def _alltoall(ctx: Any, grads: Tensors) -> Tensors:
 def _reducescatter(ctx: Any, grads: Tensors) -> Tensors:
     options = ctx.call.options
     if options.op not in _LINEAR:
-        raise NotImplementedError(f"reducescatter with op {options.op.name} has no gradient: use Sum or Average")
+        raise NotImplementedError(
+            f"reducescatter with op {options.op.name} has no gradient: use Sum or Average"
+        )
     factor = options.prescale * options.postscale
     if options.op == ReduceOp.SUM:
-        factor *= runtime.current().topology.size
+        factor *= group_of(options.process_set).topology.size
     return ctx.call.again("grad", [grad * factor for grad in grads], ctx.siblings.allgather)
 
 

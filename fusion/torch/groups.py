@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from coordinator.handle import Handle
-from fusion import runtime
 from fusion.dtypes import name_of
 from fusion.torch.carrier import Wire
 from fusion.torch.dynamic import Dynamic
@@ -111,7 +110,7 @@ class _Group:
             tuple(tuple(value.shape) for value in sent),
         )
         outputs: list[torch.Tensor | None] = [torch.empty_like(value) for value in sent]
-        self._handle = runtime.current().submit(request, sent, outputs, unpack=list)
+        self._handle = self._wire.group.submit(request, sent, outputs, unpack=list)
 
 
 def split(slots: Sequence[Slot], groups: int | Sequence[Sequence[torch.Tensor]]) -> list[list[Slot]]:

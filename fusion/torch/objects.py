@@ -15,9 +15,8 @@ import torch
 
 from coordinator.errors import FusionError
 from fusion import runtime
-from fusion.torch import process_sets
 from fusion.torch.ops import allgather, broadcast_
-from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 
 _FAILED = -1
 
@@ -39,20 +38,19 @@ def broadcast_object(
     Raises:
         FusionError: the object cannot be pickled; raised on every rank.
     """
-    process_sets.check(process_set)
-    current = runtime.current()
-    name = name if name is not None else current.unnamed("broadcast_object", blocking=True)
-    root = current.topology.rank == root_rank
+    group = group_of(process_set)
+    name = name if name is not None else group.unnamed("broadcast_object", blocking=True)
+    root = runtime.current().topology.rank == root_rank
     payload, error = _pickle(obj) if root else (torch.empty(0, dtype=torch.uint8), None)
     length = torch.tensor([_FAILED if error else len(payload)])
-    broadcast_(length, root_rank, name=f"{name}.length")
+    broadcast_(length, root_rank, name=f"{name}.length", process_set=process_set)
     if error is not None:
         raise FusionError(f"'{name}': the object on rank {root_rank} cannot be pickled: {error}") from error
     if length.item() == _FAILED:
         raise FusionError(f"'{name}': rank {root_rank} could not pickle its object; its own error says why")
     if not root:
         payload = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(payload, root_rank, name=f"{name}.bytes")
+    broadcast_(payload, root_rank, name=f"{name}.bytes", process_set=process_set)
     return obj if root else _unpickle(payload)
 
 
@@ -69,17 +67,19 @@ def allgather_object(
     Raises:
         FusionError: an object cannot be pickled; raised on every rank.
     """
-    process_sets.check(process_set)
-    current = runtime.current()
-    name = name if name is not None else current.unnamed("allgather_object", blocking=True)
+    group = group_of(process_set)
+    name = name if name is not None else group.unnamed("allgather_object", blocking=True)
     payload, error = _pickle(obj)
-    lengths = allgather(torch.tensor([_FAILED if error else len(payload)]), name=f"{name}.length").tolist()
+    length = torch.tensor([_FAILED if error else len(payload)])
+    lengths = allgather(length, name=f"{name}.length", process_set=process_set).tolist()
     if error is not None:
         raise FusionError(f"'{name}': the object on this rank cannot be pickled: {error}") from error
-    failed = [rank for rank, length in enumerate(lengths) if length == _FAILED]
+    failed = [rank for rank, its in zip(group.ranks, lengths, strict=True) if its == _FAILED]
     if failed:
-        raise FusionError(f"'{name}': ranks {failed} could not pickle their objects; their own errors say why")
-    gathered = allgather(payload, name=f"{name}.bytes")
+        raise FusionError(
+            f"'{name}': ranks {failed} could not pickle their objects; their own errors say why"
+        )
+    gathered = allgather(payload, name=f"{name}.bytes", process_set=process_set)
     return [_unpickle(part) for part in gathered.split(lengths)]
 
 

@@ -8,14 +8,15 @@ Parameters that many of them share:
 
 name            how ranks find each other's tensors; made up from the order of
                 calls if it is not given. Must not be in flight on this rank.
-op              `Average` (default), `Sum`, `Min`, `Max` or `Product`.
+op              `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
 average         deprecated; `True` means `op=Average`, `False` means `op=Sum`.
 prescale_factor, postscale_factor
                 the values are multiplied by these before and after the sum.
-root_rank       whose values a broadcast sends.
+root_rank       whose values a broadcast sends; a rank among all ranks, also in a process set.
 splits          how many rows of `tensor` go to each rank (default: equal parts).
 compression     cast to a narrower type on the way, see `Compression`.
-process_set     the ranks that take part: `global_process_set`.
+process_set     the ranks that take part, by default all. Only they may call; averages, splits
+                and the order of gathered rows are those of the set.
 
 Integers keep their dtype: a sum wraps around at the limits of the dtype and an
 average is rounded down. For bool, Sum and Max mean "any" and Min means "all".
@@ -31,10 +32,9 @@ import torch
 from coordinator.handle import Handle
 from coordinator.messages import OpKind, ReduceOp, Request
 from fusion import runtime
-from fusion.torch import process_sets
 from fusion.torch.compression import Compression, Compressor
 from fusion.torch.forms import Form, forms
-from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 from fusion.torch.submission import Collective, Options
 
 Average = ReduceOp.AVERAGE
@@ -63,8 +63,13 @@ def _allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Options:
-    process_sets.check(process_set)
-    return Options(name, _reduction(op, average), float(prescale_factor), float(postscale_factor))
+    return Options(
+        name,
+        _reduction(op, average),
+        float(prescale_factor),
+        float(postscale_factor),
+        process_set=process_set,
+    )
 
 
 def _allreduce_blocking(
@@ -76,30 +81,33 @@ def _allreduce_blocking(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Options:
-    process_sets.check(process_set)
     prescale, postscale = float(prescale_factor), float(postscale_factor)
-    return Options(name, _reduction(op, average), prescale, postscale, compression=compression)
+    return Options(
+        name,
+        _reduction(op, average),
+        prescale,
+        postscale,
+        compression=compression,
+        process_set=process_set,
+    )
 
 
 def _allgather(name: str | None = None, process_set: ProcessSet = global_process_set) -> Options:
-    process_sets.check(process_set)
-    return Options(name)
+    return Options(name, process_set=process_set)
 
 
 def _broadcast(
     root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Options:
-    process_sets.check(process_set)
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(f"root_rank must be an integer, not {root_rank!r}")
-    return Options(name, root_rank=root_rank.__index__())
+    return Options(name, root_rank=root_rank.__index__(), process_set=process_set)
 
 
 def _alltoall(
     splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Options:
-    process_sets.check(process_set)
-    return Options(name, splits=splits)
+    return Options(name, splits=splits, process_set=process_set)
 
 
 def _reducescatter(
@@ -109,8 +117,7 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Options:
-    process_sets.check(process_set)
-    return Options(name, op, float(prescale_factor), float(postscale_factor))
+    return Options(name, op, float(prescale_factor), float(postscale_factor), process_set=process_set)
 
 
 def _reducescatter_blocking(
@@ -121,8 +128,14 @@ def _reducescatter_blocking(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Options:
-    process_sets.check(process_set)
-    return Options(name, op, float(prescale_factor), float(postscale_factor), compression=compression)
+    return Options(
+        name,
+        op,
+        float(prescale_factor),
+        float(postscale_factor),
+        compression=compression,
+        process_set=process_set,
+    )
 
 
 COLLECTIVES = {
@@ -186,12 +199,28 @@ COLLECTIVES = {
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called this."""
-    process_sets.check(process_set)
-    current = runtime.current()
-    name = current.unnamed("barrier", blocking=True)
+    """Return when every rank of the set has called this."""
+    group = group_of(process_set)
+    name = group.unnamed("barrier", blocking=True)
     nothing = torch.empty(0, dtype=torch.uint8)  # Executed like any request: part by part.
-    current.submit(Request(name, OpKind.BARRIER, ("uint8",), ((0,),)), [nothing], [nothing]).result()
+    group.submit(Request(name, OpKind.BARRIER, ("uint8",), ((0,),)), [nothing], [nothing]).result()
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter, for GPUs
+    """Take part in the others' operations with values that change nothing, until all ranks have joined.
+
+    For ranks with less data than others: their all-reduces (an average still divides by
+    the number of all ranks) and barriers go on. Adasum and other operations need every
+    rank, and fail on the ranks that ask for them.
+
+    Args:
+        device: for scripts that pass it.
+
+    Returns:
+        The rank that joined last, the same on every rank.
+    """
+    last: int = runtime.current().join().result()
+    return last
 
 
 def poll(handle: Handle) -> bool:

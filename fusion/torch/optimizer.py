@@ -18,17 +18,16 @@ import torch
 
 from coordinator.messages import ReduceOp
 from fusion import runtime
-from fusion.torch import process_sets
 from fusion.torch.carrier import Carrier, Wire
 from fusion.torch.compression import Compression, Compressor
 from fusion.torch.dynamic import Dynamic
 from fusion.torch.groups import Grouped, split
-from fusion.torch.ops import allreduce
-from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.ops import allreduce, allreduce_async_
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, number_of
 from fusion.torch.slots import Slot, check_parameters, names_of, reducible
 from fusion.torch.static import Static
 from fusion.torch.submission import check_op
-from fusion.torch.window import FLAGS, Window
+from fusion.torch.window import FLAGS, Idle, Window
 
 Buckets = Literal["dynamic", "static"]
 _MIB = 1 << 20
@@ -124,7 +123,9 @@ class _Distributed:
         def reducing() -> Any:
             loss = closure()
             self._window.settle(keep=True)
-            return allreduce(torch.as_tensor(loss).detach()) if averages_loss else loss
+            if averages_loss and self._window.process_set.included():
+                return allreduce(torch.as_tensor(loss).detach(), process_set=self._window.process_set)
+            return loss
 
         return reducing
 
@@ -153,16 +154,85 @@ class _Distributed:
         self._explicit = False
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce__(self) -> Any:
         """A copy or a pickle is the plain optimizer: hooks belong to this process and these parameters."""
-        plain_class = type(self).__mro__[2]
+        plain_class = type(self).__bases__[-1]
         plain = plain_class.__new__(plain_class)
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in _OWN})
-        return plain.__reduce_ex__(protocol)
+        return plain_class.__new__, (plain_class,), plain.__getstate__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As `__reduce__`, whatever the protocol."""
+        return self.__reduce__()
 
 
-_OWN = ("_window", "_parameter_names", "_explicit", "_skipping", "step")
+_OWN = ("_window", "_parameter_names", "_explicit", "_skipping", "_scope", "step")
 _Distributed.__name__ = "DistributedOptimizer"
+
+
+class _DistributedAdasum(_Distributed):
+    """The same for Adasum: every rank steps by itself, and what the steps changed is combined.
+
+    So momentum and the like stay each rank's own. Its window is idle.
+    """
+
+    _scope: tuple[Any, str] | None = None
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not reduced, only what the step makes of them."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Not possible with Adasum.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "skip_synchronize() has no meaning with op=Adasum: gradients stay this rank's own and can be "
+            "clipped without it; what step() changes is combined in step()"
+        )
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters by this rank's gradients, then combine the changes of all ranks."""
+        slots = _slots(self._parameter_names, 0)
+        slots = [slot for slot in slots if slot.parameter.requires_grad]
+        starts = [slot.parameter.detach().clone() for slot in slots]
+        result = super().step(closure)
+        if self._window.process_set.included():
+            with torch.no_grad():
+                self._combine(slots, starts)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        return closure  # How often a local step calls it is its own affair.
+
+    def _combine(self, slots: Sequence[Slot], starts: Sequence[torch.Tensor]) -> None:
+        scope, process_set = self._names_scope(), self._window.process_set
+        compression = self._window.compression
+        under_way = []
+        for slot, start in zip(slots, starts, strict=True):
+            change = slot.parameter.detach() - start
+            values = torch.view_as_real(change) if change.is_complex() else change
+            sent, ctx = compression.compress(values)
+            name = f"{scope}{slot.name}"
+            handle = allreduce_async_(sent, name=name, op=ReduceOp.ADASUM, process_set=process_set)
+            under_way.append((handle, sent, ctx))
+        for (handle, sent, ctx), slot, start in zip(under_way, slots, starts, strict=True):
+            handle.result()
+            change = compression.decompress(sent, ctx)
+            slot.parameter.copy_(start + (torch.view_as_complex(change) if start.is_complex() else change))
+
+    def _names_scope(self) -> str:
+        """First part of all names, unique to the optimizer in the runtime that runs."""
+        current = runtime.current()
+        if self._scope is None or self._scope[0]() is not current:
+            unique = group_of(self._window.process_set).unnamed("adasum_optimizer", blocking=False)
+            self._scope = weakref.ref(current), f"{unique}."
+        return self._scope[1]
 
 
 def DistributedOptimizer(
@@ -196,7 +266,10 @@ def DistributedOptimizer(
         named_parameters: names for the parameters, usually `model.named_parameters()`.
         compression: the type in which gradients travel, see `Compression`.
         backward_passes_per_step: passes that are added up before a reduction.
-        op: `Average` or `Sum`; `Min`, `Max` and `Product` work too.
+        op: `Average` or `Sum`; `Min`, `Max` and `Product` work too. `Adasum`: every rank
+            steps by its own gradients, and the changes of the parameters are combined, so
+            `step` must be called on every rank alike; gradients are not reduced, and
+            `backward_passes_per_step`, `groups` and `sparse_as_dense` have no effect.
         gradient_predivide_factor: with `Average`, divide by this before the sum and
             by size / this after it.
         num_groups: older name of `groups`.
@@ -204,7 +277,8 @@ def DistributedOptimizer(
             parameters, each as one request.
         sparse_as_dense: reduce sparse gradients as dense ones; cheaper if most rows
             are used.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part; on the others the optimizer steps by its own
+            gradients.
         buckets: "dynamic": what is ready at the same time is fused. "static": gradients
             live in fixed buckets of shared memory. Default: the setting `buckets`.
         average_aggregated_gradients: divide by `backward_passes_per_step`.
@@ -217,29 +291,44 @@ def DistributedOptimizer(
         ValueError: names are not unique or not complete; parameters are sharded;
             options contradict each other.
     """
-    process_sets.check(process_set)
+    number_of(process_set)
     if isinstance(optimizer, _Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already: wrapping it again would reduce twice")
+        raise ValueError(
+            "this optimizer is a DistributedOptimizer already: wrapping it again would reduce twice"
+        )
     _check_passes(backward_passes_per_step)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
-        raise ValueError("gradient_predivide_factor splits the division of op=Average; leave it out with another op")
+        raise ValueError(
+            "gradient_predivide_factor splits the division of op=Average; leave it out with another op"
+        )
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    check_op(op, (), "DistributedOptimizer")
+    size = process_set.size() or 1
+    check_op(op, (), "DistributedOptimizer", size)
+    if op == ReduceOp.ADASUM and size == 1:
+        op = ReduceOp.AVERAGE  # Nothing to combine; a step is then exactly the plain optimizer's.
     names = names_of(optimizer.param_groups, named_parameters)
     check_parameters(names)
     passes = backward_passes_per_step if average_aggregated_gradients else 1
     predivide = float(gradient_predivide_factor)
-    wire = Wire(op, 1.0 / (predivide * passes), predivide, compression)
+    wire = Wire(op, 1.0 / (predivide * passes), predivide, compression, process_set)
     slots = _slots(names, 0)
     make_carrier = _carrier_maker(wire, buckets, groups, slots)
-    return _wrap(optimizer, names, Window(slots, wire, backward_passes_per_step, make_carrier, sparse_as_dense))
+    idle = op == ReduceOp.ADASUM or not process_set.included()
+    window_class = Idle if idle else Window
+    window = window_class(slots, wire, backward_passes_per_step, make_carrier, sparse_as_dense)
+    return _wrap(optimizer, names, window, _DistributedAdasum if op == ReduceOp.ADASUM else _Distributed)
 
 
-def _wrap(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], window: Window) -> Any:
+def _wrap(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    window: Window,
+    addition: type[_Distributed],
+) -> Any:
     plain_class = type(optimizer)
-    derived = type(plain_class.__name__, (_Distributed, plain_class), {"__module__": __name__})
+    derived = type(plain_class.__name__, (addition, plain_class), {"__module__": __name__})
     attributes = optimizer.__dict__
     earlier = attributes.get("_window")
     if earlier is not None:
@@ -284,7 +373,9 @@ def _carrier_maker(
         if grouped:
             return Grouped(scope, wire, dynamic, grouped)
         if (buckets or config.buckets) == "static" and obstacle is None:
-            placed = [slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()]
+            placed = [
+                slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()
+            ]
             votes = len(present) + FLAGS
             return Static(scope, wire, dynamic, placed, votes, int(config.fusion_threshold_mb * _MIB))
         return dynamic

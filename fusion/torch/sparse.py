@@ -12,19 +12,19 @@ import torch
 
 from coordinator.handle import Handle
 from coordinator.messages import ReduceOp
-from fusion import runtime
-from fusion.torch import process_sets
 from fusion.torch.ops import allgather_async
-from fusion.torch.process_sets import ProcessSet, global_process_set
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 
 
 class SparseHandle:
     """The future of a sparse reduction. As in Horovod, calling it gives the result."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, op: ReduceOp, indices: Handle, values: Handle) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, op: ReduceOp, size: int, indices: Handle, values: Handle
+    ) -> None:
         self.name = name
         self._shape = tensor.shape
-        self._op = op
+        self._divisor = size if op == ReduceOp.AVERAGE else 1
         self._parts = (indices, values)
 
     def done(self) -> bool:
@@ -40,7 +40,7 @@ class SparseHandle:
         """The sum or average, coalesced; waits for it."""
         indices, values = (part.result(timeout) for part in self._parts)
         total = torch.sparse_coo_tensor(indices.t(), values, self._shape).coalesce()
-        return total / runtime.current().topology.size if self._op == ReduceOp.AVERAGE else total
+        return total / self._divisor if self._divisor != 1 else total
 
     def __call__(self) -> torch.Tensor:
         """The same as `result()`."""
@@ -48,7 +48,10 @@ class SparseHandle:
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None = None, op: Any = ReduceOp.AVERAGE, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
 ) -> SparseHandle:
     """Sum or average a sparse COO tensor over all ranks.
 
@@ -65,13 +68,13 @@ def sparse_allreduce_async(
         TypeError: the tensor is not a sparse COO tensor.
         ValueError: the op is neither Average nor Sum.
     """
-    process_sets.check(process_set)
-    name = name if name is not None else runtime.current().unnamed("sparse_allreduce", blocking=False)
+    group = group_of(process_set)
+    name = name if name is not None else group.unnamed("sparse_allreduce", blocking=False)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         raise TypeError(f"'{name}' is not a sparse COO tensor: use allreduce_async")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"'{name}' is sparse, which only op=Average and op=Sum can reduce")
     merged = tensor.detach().coalesce()
-    indices = allgather_async(merged.indices().t(), name=f"{name}.indices")
-    values = allgather_async(merged.values(), name=f"{name}.values")
-    return SparseHandle(name, tensor, op, indices, values)
+    indices = allgather_async(merged.indices().t(), name=f"{name}.indices", process_set=process_set)
+    values = allgather_async(merged.values(), name=f"{name}.values", process_set=process_set)
+    return SparseHandle(name, tensor, op, group.topology.size, indices, values)

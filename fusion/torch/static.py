@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coordinator.handle import Handle, wait_all
-from coordinator.messages import ReduceOp, Region
-from fusion import runtime
+from coordinator.messages import OpKind, ReduceOp, Region, Request
 from fusion.bucketing import Bucket, Item, Layout, lay_out
 from fusion.dtypes import name_of
 from fusion.torch.carrier import Wire
@@ -30,6 +29,7 @@ from fusion.torch.slots import Parcel, Slot
 
 if TYPE_CHECKING:
     from fusion.arena import Arena
+
 
 class Static:
     """The carrier of `buckets="static"`. Making one is collective.
@@ -56,8 +56,7 @@ class Static:
         self._arrived: list[int] | None = []
         order = [slot.index for slot in reversed(slots)]
         layout = self._layout(order)
-        current = runtime.current()
-        handles = {dtype: current.create_arena(max(size, 1)) for dtype, size in layout.arena_bytes.items()}
+        handles = {dtype: _create_arena(wire, max(size, 1)) for dtype, size in layout.arena_bytes.items()}
         self._arenas: dict[str, Arena] = {dtype: handle.result() for dtype, handle in handles.items()}
         self._settle_in(order, layout)
 
@@ -116,7 +115,9 @@ class Static:
         """After the first window: lay the buckets out in the order of arrival. Collective."""
         if self._arrived is None:
             return
-        order = broadcast_object(self._arrived, root_rank=0, name=f"{self._scope}order")
+        order = broadcast_object(
+            self._arrived, self._wire.group.ranks[0], f"{self._scope}order", self._wire.process_set
+        )
         if not order:
             self._arrived = []
             return
@@ -160,7 +161,9 @@ class Static:
             self._buckets.append(opened)
             for place in bucket.places:
                 self._bucket_of[place.item.key] = opened
-                self._views[place.item.key] = _view(arena, place.offset, self._slots[place.item.key].parameter)
+                self._views[place.item.key] = _view(
+                    arena, place.offset, self._slots[place.item.key].parameter
+                )
         if self._buckets:
             last = layout.buckets[-1]
             assert last.votes_at is not None
@@ -173,6 +176,7 @@ class _Open:
     def __init__(self, name: str, wire: Wire, bucket: Bucket, arena: Arena) -> None:
         self._flat = arena.tensor(bucket.offset, (bucket.count,), bucket.dtype)
         region = Region(arena.number, bucket.offset)
+        self._wire = wire
         self._request = wire.request(name, (bucket.dtype,), ((bucket.count,),), region)
         self._members = frozenset(place.item.key for place in bucket.places)
         self.missing = set(self._members)
@@ -180,7 +184,7 @@ class _Open:
 
     def submit(self) -> None:
         """Have the bucket reduced where it is."""
-        self.handle = runtime.current().submit(self._request, [self._flat], [self._flat])
+        self.handle = self._wire.group.submit(self._request, [self._flat], [self._flat])
 
     def opened(self) -> Handle:
         """Make ready for the next window; returns the handle of this one."""
@@ -188,6 +192,13 @@ class _Open:
         self.missing = set(self._members)
         assert handle is not None
         return handle
+
+
+def _create_arena(wire: Wire, nbytes: int) -> Handle:
+    """Ask the ranks for an arena of `nbytes` bytes each; the result is a `fusion.arena.Arena`."""
+    group = wire.group
+    name = group.unnamed("arena", blocking=False)
+    return group.submit(Request(name, OpKind.ARENA, ("uint8",), ((nbytes,),)), (), [None])
 
 
 def _view(arena: Arena, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ import torch
 
 from coordinator.handle import Handle
 from coordinator.messages import ANY, OpKind, ReduceOp, Request
-from fusion import dtypes, runtime
+from fusion import dtypes
 from fusion.arrays import Restore, as_tensor
 from fusion.torch.compression import Compressor, NoneCompressor
+from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, root_in
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -27,8 +28,10 @@ class Options(msgspec.Struct, frozen=True):
     prescale: float = 1.0
     postscale: float = 1.0
     root_rank: int = -1
+    """A rank among all ranks."""
     splits: Any = None
     compression: type[Compressor] = NoneCompressor
+    process_set: ProcessSet = global_process_set
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -67,9 +70,9 @@ def submit(
         TypeError: an argument is of a kind or dtype that cannot be used.
         ValueError: a value cannot be used.
     """
-    current = runtime.current()
+    group = group_of(options.process_set)
     base = f"grouped_{collective.name}" if grouped else collective.name
-    name = options.name if options.name is not None else current.unnamed(base, blocking=blocking)
+    name = options.name if options.name is not None else group.unnamed(base, blocking=blocking)
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     if not arrays:
@@ -80,7 +83,7 @@ def submit(
     inputs = [_plain(tensor.detach()) if collective.makes_output else tensor.detach() for tensor in tensors]
     extra = None
     if collective.kind == OpKind.ALLTOALL:
-        extra = _splits(inputs[0], options.splits, name)
+        extra = _splits(inputs[0], options.splits, name, group.topology.size)
         inputs[0] = inputs[0][: sum(extra)]
     request = describe(collective, inputs, options, name)
     outputs = _outputs(collective, inputs, in_place)
@@ -88,21 +91,20 @@ def submit(
         unpack = _unpack_alltoall(restores[0], options.splits)
     else:
         unpack = _unpack(restores, arrays if in_place else None, grouped)
-    return current.submit(request, inputs, outputs, extra=extra, unpack=unpack)
+    return group.submit(request, inputs, outputs, extra=extra, unpack=unpack)
 
 
-def describe(
-    collective: Collective, tensors: Sequence[torch.Tensor], options: Options, name: str
-) -> Request:
+def describe(collective: Collective, tensors: Sequence[torch.Tensor], options: Options, name: str) -> Request:
     """The request of checked tensors."""
     free = collective.free_first_dim
+    rooted = collective.kind == OpKind.BROADCAST
     return Request(
         name,
         collective.kind,
         tuple(dtypes.name_of(tensor.dtype, name) for tensor in tensors),
         tuple((ANY, *tensor.shape[1:]) if free else tuple(tensor.shape) for tensor in tensors),
         op=options.op,
-        root_rank=options.root_rank,
+        root_rank=root_in(options.process_set, options.root_rank, name) if rooted else -1,
         prescale=options.prescale,
         postscale=options.postscale,
     )
@@ -120,26 +122,46 @@ def check_tensor(tensor: torch.Tensor, name: str) -> None:
             "or to_dense() first"
         )
     if tensor.is_complex():
-        raise TypeError(f"'{name}' has dtype {tensor.dtype}: pass torch.view_as_real(tensor), which has the same bytes")
+        raise TypeError(
+            f"'{name}' has dtype {tensor.dtype}: pass torch.view_as_real(tensor), which has the same bytes"
+        )
     if tensor.device.type != "cpu":
-        raise TypeError(f"'{name}' is on {tensor.device}, but only tensors on the CPU can be reduced: pass tensor.cpu()")
+        raise TypeError(
+            f"'{name}' is on {tensor.device}, but only tensors on the CPU can be reduced: pass tensor.cpu()"
+        )
     dtypes.name_of(tensor.dtype, name)
 
 
-def check_op(op: Any, tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Refuse an operation that makes no sense for these tensors.
+def check_op(op: Any, tensors: Sequence[torch.Tensor], name: str, size: int) -> None:
+    """Refuse an operation that makes no sense for these tensors on `size` ranks.
 
     Raises:
         TypeError: it is not a reduction.
         ValueError: it is not defined for the dtype.
-        NotImplementedError: it is not built yet.
+        NotImplementedError: it is not defined for the number of ranks.
     """
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"'{name}': op must be Average, Sum, Min, Max or Product, not {op!r}")
+        raise TypeError(f"'{name}': op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     if op == ReduceOp.ADASUM:
-        raise NotImplementedError(f"'{name}': Adasum is not built yet; use Average or Sum")
+        _check_adasum(tensors, name, size)
     if op == ReduceOp.AVERAGE and any(tensor.dtype == torch.bool for tensor in tensors):
-        raise ValueError(f"'{name}' is of dtype bool, which has no average: use Sum or Max for any, Min for all")
+        raise ValueError(
+            f"'{name}' is of dtype bool, which has no average: use Sum or Max for any, Min for all"
+        )
+
+
+def _check_adasum(tensors: Sequence[torch.Tensor], name: str, size: int) -> None:
+    if size & (size - 1):
+        raise NotImplementedError(
+            f"'{name}': Adasum combines ranks in pairs, so their number must be a power of two, but "
+            f"there are {size}: use Average, or a process set of fewer ranks"
+        )
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"'{name}' is of dtype {dtype}, which Adasum is not defined for: use Sum or Average"
+            )
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -176,22 +198,23 @@ def _check(
     for tensor in tensors:
         check_tensor(tensor, name)
         if collective.makes_output and tensor.dim() == 0:
-            raise ValueError(f"'{name}' is a scalar, but {collective.name} needs a first dimension: use reshape(1)")
+            raise ValueError(
+                f"'{name}' is a scalar, but {collective.name} needs a first dimension: use reshape(1)"
+            )
         if in_place and overlaps(tensor):
             raise ValueError(
                 f"'{name}' has elements that share memory (expand() makes such tensors), so it cannot be "
                 "written in place: pass tensor.contiguous() or use the out-of-place form"
             )
-    size = runtime.current().topology.size
-    if collective.kind == OpKind.BROADCAST and not 0 <= options.root_rank < size:
-        raise ValueError(f"'{name}': root_rank is {options.root_rank}, but ranks are 0 to {size - 1}")
+    if collective.kind == OpKind.REDUCESCATTER and options.op == ReduceOp.ADASUM:
+        raise NotImplementedError(
+            f"'{name}': reducescatter cannot do Adasum, which needs whole tensors: use allreduce"
+        )
     if collective.kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
-        check_op(options.op, tensors, name)
+        check_op(options.op, tensors, name, group_of(options.process_set).topology.size)
 
 
-def _outputs(
-    collective: Collective, inputs: list[torch.Tensor], in_place: bool
-) -> list[torch.Tensor | None]:
+def _outputs(collective: Collective, inputs: list[torch.Tensor], in_place: bool) -> list[torch.Tensor | None]:
     if in_place:
         return list(inputs)
     if collective.makes_output:
@@ -204,13 +227,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if tensor.numel() == 1 else tensor
 
 
-def _splits(tensor: torch.Tensor, splits: Any, name: str) -> list[int]:
-    """How many rows go to each rank, checked."""
-    size = runtime.current().topology.size
+def _splits(tensor: torch.Tensor, splits: Any, name: str, size: int) -> list[int]:
+    """How many rows go to each of `size` ranks, checked."""
     rows = len(tensor)
     if splits is None:
         if rows % size:
-            raise ValueError(f"'{name}' has {rows} rows, which {size} ranks cannot share equally: pass splits")
+            raise ValueError(
+                f"'{name}' has {rows} rows, which {size} ranks cannot share equally: pass splits"
+            )
         return [rows // size] * size
     given = torch.as_tensor(splits)
     if given.is_floating_point() or given.dtype == torch.bool or given.dim() != 1 or len(given) != size:
@@ -226,9 +250,7 @@ def _splits(tensor: torch.Tensor, splits: Any, name: str) -> list[int]:
 Unpack = Callable[[list[Any]], Any]
 
 
-def _unpack(
-    restores: list[Restore | None], arrays: Sequence[Any] | None, grouped: bool
-) -> Unpack | None:
+def _unpack(restores: list[Restore | None], arrays: Sequence[Any] | None, grouped: bool) -> Unpack | None:
     """How a handle turns outputs into what the caller gets; `arrays` are returned as they are."""
     if arrays is not None:
         kept = list(arrays)

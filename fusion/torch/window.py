@@ -23,7 +23,9 @@ from coordinator.errors import FusionError
 from coordinator.messages import ReduceOp
 from fusion import runtime
 from fusion.torch.carrier import Carrier, Wire
+from fusion.torch.compression import Compressor
 from fusion.torch.ops import allgather, allreduce_
+from fusion.torch.process_sets import ProcessSet
 from fusion.torch.slots import Parcel, Slot
 from fusion.torch.sparse import sparse_allreduce_async
 from fusion.torch.static import Static
@@ -74,6 +76,16 @@ class Window:
         self._borrowed.extend(slots)
         self._adopt()
         self._start()
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self._wire.process_set
+
+    @property
+    def compression(self) -> type[Compressor]:
+        """What is done to values on their way."""
+        return self._wire.compression
 
     def close(self) -> None:
         """Stop reducing."""
@@ -200,7 +212,9 @@ class Window:
         counts = [len(slot.parcels) for slot in self._slots]
         sparse = [int(_is_sparse(slot)) for slot in self._slots]
         name = f"{self._scope}details"
-        most = allreduce_(torch.tensor([counts, sparse]), op=ReduceOp.MAX, name=name)
+        most = allreduce_(
+            torch.tensor([counts, sparse]), op=ReduceOp.MAX, name=name, process_set=self._wire.process_set
+        )
         return most[0].tolist(), [bool(flag) for flag in most[1].tolist()]
 
     def _catch_up(self, counts: list[int], sparse: list[bool]) -> None:
@@ -225,7 +239,8 @@ class Window:
             values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
             grad = torch.sparse_coo_tensor(rows, values, parameter.shape)
         op = self._wire.op
-        handle = sparse_allreduce_async(grad, name=f"{self._scope}{slot.name}", op=op)
+        name, process_set = f"{self._scope}{slot.name}", self._wire.process_set
+        handle = sparse_allreduce_async(grad, name=name, op=op, process_set=process_set)
         scale = self._wire.prescale * self._wire.postscale
         return Parcel(grad, lambda: handle.result() * scale if scale != 1.0 else handle.result())
 
@@ -267,7 +282,8 @@ class Window:
     def _refuse(self, keep: bool) -> None:
         """Some ranks step and others have thrown their gradients away: say which."""
         rank = torch.tensor([runtime.current().topology.rank if not keep else -1])
-        dropped = [r for r in allgather(rank, name=f"{self._scope}dropped").tolist() if r >= 0]
+        ranks = allgather(rank, name=f"{self._scope}dropped", process_set=self._wire.process_set)
+        dropped = [r for r in ranks.tolist() if r >= 0]
         raise FusionError(
             f"ranks {dropped} threw their gradients away with zero_grad() in a step for which the other ranks "
             "kept theirs, so the ranks would no longer train the same model: let every rank skip the step, or none"
@@ -278,7 +294,7 @@ class Window:
     def _start(self) -> None:
         """Make a carrier for the present parameters, with names that no other optimizer of this runtime has."""
         self._runtime = runtime.current()
-        number = self._runtime.unnamed("optimizer", blocking=False).rpartition(".")[2]
+        number = self._wire.group.unnamed("optimizer", blocking=False).rpartition(".")[2]
         self._scope = f"optimizer{number}."
         self._carrier = self._make_carrier(self._scope, self._slots)
 
@@ -321,6 +337,17 @@ class Window:
         """The windows that reduce parameters this one wants reduced, in an order all ranks share."""
         found = {window._scope: window for slot in self._borrowed if (window := _owner(slot)) is not None}
         return [found[scope] for scope in sorted(found)]
+
+
+class Idle(Window):
+    """The window of a rank that is not in the optimizer's process set: its gradients stay as they are."""
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """Take charge of nothing."""
+
+    def settle(self, *, keep: bool) -> None:
+        """Be done: there is nothing to reduce."""
+        self.settled = keep
 
 
 def _owner(slot: Slot) -> Window | None:

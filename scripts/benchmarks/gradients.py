@@ -13,7 +13,7 @@ from mpi4py import MPI
 import fusion.torch as hvd
 from scripts.benchmarks import ours, peers
 from scripts.benchmarks.shapes import SETS, Shape, describe, total_bytes
-from scripts.benchmarks.timing import Contestant, Series, compare
+from scripts.benchmarks.timing import Contestant, Series, chosen, compare
 
 
 def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -22,7 +22,7 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     peers.start_gloo(comm)
     results = []
     for name in options["sets"]:
-        contestants = field(comm, name, SETS[name]())
+        contestants = chosen(field(comm, name, SETS[name]()), options["only"])
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])
         results.append(result(name, comm.size, series))
     peers.stop_gloo()

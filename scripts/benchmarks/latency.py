@@ -15,7 +15,7 @@ from mpi4py import MPI
 import fusion.torch as hvd
 from scripts.benchmarks import ours, peers
 from scripts.benchmarks.gradients import check
-from scripts.benchmarks.timing import Contestant, compare
+from scripts.benchmarks.timing import Contestant, chosen, compare
 
 PAUSE_S = 0.02
 
@@ -26,7 +26,7 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     peers.start_gloo(comm)
     results = []
     for nbytes in options["sizes"]:
-        contestants = _field(comm, nbytes)
+        contestants = chosen(_field(comm, nbytes), options["only"])
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])
         results.append(_result(nbytes, comm.size, "back to back", series))
         if nbytes == min(options["sizes"]):
@@ -56,7 +56,7 @@ def _paused(contestant: Contestant) -> Any:
 
 def _field(comm: MPI.Intracomm, nbytes: int) -> list[Contestant]:
     tensor = torch.zeros(nbytes // 4)
-    batch = 50 if nbytes < 2**16 else 1
+    batch = 10 if nbytes < 2**16 else 1
     in_place, arena_tensors = ours.static([tuple(tensor.shape)], f"static.{nbytes}")
     taking_part = [
         ours.dynamic([tensor], f"dynamic.{nbytes}"),

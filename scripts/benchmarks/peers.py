@@ -7,8 +7,10 @@ flattened, copy back.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from scripts.benchmarks.raw_socket import address
 from scripts.benchmarks.timing import Contestant
 
 GLOO_BUCKETS = "gloo, 25 MB buckets"
@@ -125,7 +128,7 @@ def has_horovod() -> bool:
 
 def horovod(tensors: Sequence[torch.Tensor], scope: str) -> list[Contestant]:
     """Horovod at its best settings: cycle time 0.1 ms, with fusion and without; it runs in its turns only."""
-    import horovod.torch as horovod_torch
+    horovod_torch = importlib.import_module("horovod.torch")
 
     named = [(tensor, f"{scope}.{index}") for index, tensor in enumerate(tensors)]
     named.reverse()
@@ -174,9 +177,7 @@ def _one_host(comm: MPI.Intracomm) -> bool:
 
 def _free_address() -> tuple[str, int]:
     """An address of this host that the other one can reach, and a port."""
-    import socket
-
-    host = os.environ["BENCH_ADDRESS"]
+    host = address()
     with socket.socket() as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]

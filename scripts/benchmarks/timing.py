@@ -69,6 +69,11 @@ class Series:
         }
 
 
+def chosen(contestants: Sequence[Contestant], only: Sequence[str]) -> list[Contestant]:
+    """Those whose names contain any of the words `only`; all if it is empty."""
+    return [found for found in contestants if not only or any(word in found.name for word in only)]
+
+
 def compare(
     comm: MPI.Intracomm, contestants: Sequence[Contestant], *, rounds: int, turn_s: float
 ) -> dict[str, Series]:

@@ -76,7 +76,7 @@ def test_integers_are_exact(plane: Plane, dtype: torch.dtype, op: ReduceOp) -> N
     wide = everyones(plane, 3001, dtype=dtype).long()
     expected = {
         ReduceOp.SUM: wide.sum(0),
-        ReduceOp.AVERAGE: wide.sum(0) // plane.size,
+        ReduceOp.AVERAGE: wide.sum(0).div(plane.size, rounding_mode="trunc"),
         ReduceOp.MIN: wide.amin(0),
         ReduceOp.MAX: wide.amax(0),
         ReduceOp.PRODUCT: wide.prod(0),
@@ -85,9 +85,9 @@ def test_integers_are_exact(plane: Plane, dtype: torch.dtype, op: ReduceOp) -> N
 
 
 @ranks(2, 3)
-def test_the_average_of_negative_integers_is_floored(plane: Plane) -> None:
-    (result,) = plane.allreduce([torch.tensor([-1 if plane.rank == 0 else 0])], ReduceOp.AVERAGE)
-    assert result.tolist() == [-1]
+def test_the_average_of_negative_integers_is_truncated_toward_zero(plane: Plane) -> None:
+    (result,) = plane.allreduce([torch.tensor([-5 if plane.rank == 0 else 0])], ReduceOp.AVERAGE)
+    assert result.tolist() == [-(5 // plane.size)]
 
 
 @ranks(1, 2, 3, 4)

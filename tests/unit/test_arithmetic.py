@@ -59,8 +59,8 @@ def test_a_prescaled_half_precision_sum_is_scaled_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
-def test_an_integer_average_is_floored(dtype: str) -> None:
-    assert reduce(ReduceOp.AVERAGE, [of(dtype, -1, 3), of(dtype, 0, 4)]).tolist() == [-1, 3]
+def test_an_integer_average_is_truncated_toward_zero(dtype: str) -> None:
+    assert reduce(ReduceOp.AVERAGE, [of(dtype, -3, 3), of(dtype, -4, 4)]).tolist() == [-3, 3]
 
 
 def test_an_integer_average_does_not_overflow_its_dtype() -> None:

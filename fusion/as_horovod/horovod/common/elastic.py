@@ -1,0 +1,5 @@
+"""Elastic state, where Horovod has it."""
+
+from fusion.torch.elastic import ObjectState, State
+
+__all__ = ["ObjectState", "State"]
