@@ -6,7 +6,7 @@ combined in the order they are given.
 
 | dtype | summed in | rules |
 |---|---|---|
-| float32, float64 | itself | average is the sum times 1/size |
+| float32, float64 | itself | an average is the sum divided by size, correctly rounded |
 | float16, bfloat16 | float32 | scaled there too, rounded once at the end |
 | integers | itself; int64 for an average | a sum wraps modulo 2^bits; an average is truncated toward zero |
 | bool | itself | sum and max mean any, min and product mean all |
@@ -86,8 +86,11 @@ class Arithmetic:
         self._binary = _binary(op, dtype, prescale, postscale)
         self._floating = self.dtype.is_floating_point
         self._prescale = prescale
-        self._divisor = size if op == ReduceOp.AVERAGE and not self._floating else 1
-        self._postscale = postscale / size if op == ReduceOp.AVERAGE and self._floating else postscale
+        averaged = size if op == ReduceOp.AVERAGE else 1
+        # Multiplying is faster than dividing, and as exact for powers of two only.
+        multiplies = self._floating and averaged.bit_count() == 1
+        self._divisor = 1 if multiplies else averaged
+        self._postscale = postscale / averaged if multiplies else postscale
         self._scratch = scratch
         self.accumulator = _accumulator(op, self.dtype, prescale)
 
@@ -133,7 +136,7 @@ class Arithmetic:
         `out` is of the data's dtype, and may be `partial`.
         """
         if self._divisor != 1:
-            partial.div_(self._divisor, rounding_mode="trunc")
+            partial.div_(self._divisor, rounding_mode=None if self._floating else "trunc")
         if self._postscale != 1.0:
             if self._floating:
                 partial.mul_(self._postscale)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 Restore = Callable[[torch.Tensor], Any]
 """Turns a result into the kind of array that was passed in."""
@@ -38,7 +39,7 @@ def as_tensor(array: Any, name: str, *, writable: bool = False) -> tuple[torch.T
     if isinstance(array, (np.ndarray, np.generic)):
         return _from_numpy(array, name, writable), torch.Tensor.numpy
     if hasattr(array, "__dlpack__"):
-        return torch.from_dlpack(array), _way_back(array, name)
+        return torch.utils.dlpack.from_dlpack(array), _way_back(array, name)
     raise TypeError(
         f"'{name}': expected a torch tensor, a NumPy array or an array with __dlpack__, "
         f"got {type(array).__name__}"

@@ -141,10 +141,13 @@ class Window:
         self._pieces: list[Piece] = []
         self._views: list[torch.Tensor] = []
         for span in spans:
-            for piece in layout.pieces(span.lo, span.lo + len(span.memory)):
+            pieces = list(layout.pieces(span.lo, span.lo + len(span.memory)))
+            # Pieces lie back to back; one split costs less than half of as many slices.
+            views = span.memory.split([piece.stop - piece.start for piece in pieces]) if pieces else ()
+            for piece, view in zip(pieces, views, strict=True):
                 self._pieces.append(piece)
-                view = span.memory[piece.at : piece.at + piece.stop - piece.start]
-                self._views.append(view.view(layout.shapes[piece.part]) if piece.whole else view)
+                shaped = piece.whole and len(layout.shapes[piece.part]) != 1
+                self._views.append(view.view(layout.shapes[piece.part]) if shaped else view)
         self._memory = spans[0].memory if len(spans) == 1 else None
 
     def pack(self, tensors: Tensors) -> None:

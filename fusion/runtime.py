@@ -339,8 +339,8 @@ def _require_multiple_threads() -> None:
     if not mpi_threads_supported():
         raise FusionError(
             "a process set has a thread of its own that calls MPI, so MPI must be started with "
-            'MPI_THREAD_MULTIPLE: let init() start MPI, or set mpi4py.rc.thread_level = "multiple" before the '
-            "first import of mpi4py.MPI"
+            'MPI_THREAD_MULTIPLE: let init() start MPI, or set mpi4py.rc.thread_level = "multiple" before '
+            "the first import of mpi4py.MPI"
         )
 
 

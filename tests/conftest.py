@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(
         alone = [item for item in items if (count_of(item) or 0) < 2]
         config.hook.pytest_deselected(items=alone)
         items[:] = [item for item in items if (count_of(item) or 0) >= 2]
-    # One mpirun serves all neighbours of one module and one number of ranks.
+    # One mpirun serves all neighbours of one module and one number of ranks. They come last: pytest takes the
+    # fixtures of an ordinary test down on the way to the next ordinary test, and would not from one of these.
     first = {item.path: index for index, item in reversed(list(enumerate(items)))}
-    items.sort(key=lambda item: (first[item.path], count_of(item) or 0))
+    items.sort(key=lambda item: (count_of(item) is not None, first[item.path], count_of(item) or 0))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -62,7 +62,9 @@ class AdasumAllreduce:
         steps = list(_halves(self._world.rank, self._world.size, layout.total))
         landing = self._take(vector.dtype, -(-layout.total // 2), "adasum landing")
         for distance, mine, others in steps:
-            self._combine(layout, vector, mine, others, distance, landing[: mine[1] - mine[0]])
+            landed = landing[: mine[1] - mine[0]]
+            self._exchange(vector[slice(*others)], landed, distance)
+            self._combine(layout, mine, vector[slice(*mine)], landed, distance)
         lo, hi = steps[-1][1] if steps else (0, layout.total)
         if postscale != 1.0:
             vector[lo:hi].mul_(postscale)
@@ -75,18 +77,10 @@ class AdasumAllreduce:
         return result
 
     def _combine(
-        self,
-        layout: Layout,
-        vector: torch.Tensor,
-        mine: Range,
-        others: Range,
-        distance: int,
-        landing: torch.Tensor,
+        self, layout: Layout, mine: Range, kept: torch.Tensor, landed: torch.Tensor, distance: int
     ) -> None:
-        """One step of the halving: `vector[mine]` becomes the combination of both ranks' parts."""
-        self._exchange(vector[slice(*others)], landing, distance)
-        kept = vector[slice(*mine)]
-        lower, upper = (landing, kept) if self._world.rank & distance else (kept, landing)
+        """One step of the halving: `kept`, this rank's part `mine`, is combined with what landed."""
+        lower, upper = (landed, kept) if self._world.rank & distance else (kept, landed)
         parts = [
             (piece.part, (piece.at, piece.at + piece.stop - piece.start)) for piece in layout.pieces(*mine)
         ]

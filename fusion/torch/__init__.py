@@ -231,7 +231,7 @@ def stats() -> Stats:
     return runtime.current().stats()
 
 
-def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:  # noqa: ARG001
     """Write a trace of this rank from now on.
 
     Args:

@@ -16,6 +16,9 @@ from fusion.torch.slots import Parcel, Slot
 if TYPE_CHECKING:
     from fusion.group import Group
 
+FLAGS = 4
+"""Votes beside one for each parameter: keeping, dropping, sent more than once, sparse."""
+
 
 class Wire(msgspec.Struct, frozen=True):
     """What is done to gradients on their way."""

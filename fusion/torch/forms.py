@@ -62,7 +62,9 @@ def _form(
         handle = submit(collective, arrays, options, in_place=in_place, grouped=grouped, blocking=blocking)
         return handle.result() if blocking else handle
 
-    form.__name__ = form.__qualname__ = _name(collective, in_place=in_place, grouped=grouped, blocking=blocking)
+    form.__name__ = form.__qualname__ = _name(
+        collective, in_place=in_place, grouped=grouped, blocking=blocking
+    )
     form.__doc__ = _document(collective, what, _RETURNS[in_place, blocking].format(what=what))
     first = inspect.Parameter(what, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     others = inspect.signature(parse).parameters.values()
@@ -71,7 +73,11 @@ def _form(
 
 
 def _blocking(
-    collective: Collective, siblings: dict[str, Collective], arrays: Sequence[Any], options: Options, grouped: bool
+    collective: Collective,
+    siblings: dict[str, Collective],
+    arrays: Sequence[Any],
+    options: Options,
+    grouped: bool,
 ) -> Any:
     """The blocking out-of-place form: differentiable, and compressed if asked for."""
     if options.compression is not NoneCompressor:
@@ -91,7 +97,11 @@ def _blocking(
 
 
 def _compressed(
-    collective: Collective, siblings: dict[str, Collective], arrays: Sequence[Any], options: Options, grouped: bool
+    collective: Collective,
+    siblings: dict[str, Collective],
+    arrays: Sequence[Any],
+    options: Options,
+    grouped: bool,
 ) -> Any:
     name = options.name or collective.name
     taken = [as_tensor(array, name) for array in arrays]
@@ -112,7 +122,12 @@ def _with(options: Options, **changes: Any) -> Options:
 
 
 def _name(collective: Collective, *, in_place: bool, grouped: bool, blocking: bool) -> str:
-    return ("grouped_" if grouped else "") + collective.name + ("" if blocking else "_async") + ("_" if in_place else "")
+    return (
+        ("grouped_" if grouped else "")
+        + collective.name
+        + ("" if blocking else "_async")
+        + ("_" if in_place else "")
+    )
 
 
 def _document(collective: Collective, what: str, returns: str) -> str:

@@ -47,7 +47,9 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         params = list(params.items())
     elif isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        raise ValueError(f"expected a mapping or an iterable of tensors, got {type(params).__name__}")
+        raise ValueError(  # noqa: TRY004, what Horovod raises
+            f"expected a mapping or an iterable of tensors, got {type(params).__name__}"
+        )
     named = []
     for position, item in enumerate(params):
         name, value = item if isinstance(item, tuple) else (str(position), item)
@@ -161,16 +163,16 @@ def _empty(placeholder: _Placeholder) -> torch.Tensor:
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put a state in place exactly; `load_state_dict` would cast it to the dtype of the parameters."""
+    """Put a state in place exactly; `load_state_dict` would cast it to the parameters' dtype."""
     groups = optimizer.param_groups
     sizes = [len(group["params"]) for group in groups]
     wanted = [len(group["params"]) for group in state["param_groups"]]
     if sizes != wanted:
         raise ValueError(
-            f"this rank's optimizer has groups of {sizes} parameters, but the one that was sent has {wanted}: "
+            f"this rank's optimizer has groups of {sizes} parameters, but the one sent has {wanted}: "
             "build it the same way on every rank"
         )
-    by_number = {}
+    by_number: dict[Any, torch.Tensor] = {}
     for group, sent in zip(groups, state["param_groups"], strict=True):
         by_number.update(zip(sent["params"], group["params"], strict=True))
         for key in set(group) - set(sent):

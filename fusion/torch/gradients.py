@@ -120,7 +120,7 @@ def _winner_shares(ctx: Any, scaled: Tensors, results: Tensors) -> Tensors:
     return [win / count.clamp(min=1) for win, count in zip(wins, counts, strict=True)]
 
 
-def _product_shares(ctx: Any, scaled: Tensors, results: Tensors) -> Tensors:
+def _product_shares(ctx: Any, scaled: Tensors, _: Tensors) -> Tensors:
     """The product of the other ranks' values, without dividing by a zero."""
     zeros = [(x == 0).to(x.dtype) for x in scaled]
     nonzero = [torch.where(x == 0, 1, x).to(x.dtype) for x in scaled]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -87,14 +88,14 @@ class _Group:
         assert handle is not None
         self._results = {}
         values = handle.result()
-        for slot, reduced in zip(self.slots, values, strict=True):
+        for slot, value in zip(self.slots, values, strict=True):
             grad = grads[slot.index]
-            reduced = self._wire.compression.decompress(reduced, self._contexts[slot.index])
-            reduced = torch.view_as_complex(reduced) if grad.is_complex() else reduced
+            reduced = self._wire.compression.decompress(value, self._contexts[slot.index])
+            if grad.is_complex():
+                reduced = torch.view_as_complex(reduced)
             if not grad.requires_grad:
                 grad.data.copy_(reduced)
-                reduced = grad
-            self._results[slot.index] = reduced
+            self._results[slot.index] = reduced if grad.requires_grad else grad
 
     def _submit(self) -> None:
         sent = []
@@ -126,7 +127,7 @@ def split(slots: Sequence[Slot], groups: int | Sequence[Sequence[torch.Tensor]])
             return []
         short, longer = divmod(len(slots), groups)
         starts = [n * short + min(n, longer) for n in range(groups + 1)]
-        return [list(slots[start:stop]) for start, stop in zip(starts, starts[1:], strict=False)]
+        return [list(slots[start:stop]) for start, stop in pairwise(starts)]
     left = {id(slot.parameter): slot for slot in slots}
     made = []
     for group in groups:

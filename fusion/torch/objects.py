@@ -88,10 +88,10 @@ def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     file = io.BytesIO()
     try:
         pickle.dump(obj, file, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # Whatever a __reduce__ raises: the other ranks are waiting for this one.
+    except Exception as error:  # noqa: BLE001, Whatever a __reduce__ raises: the other ranks are waiting for this one.
         return torch.empty(0, dtype=torch.uint8), error
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8), None
 
 
 def _unpickle(payload: torch.Tensor) -> Any:
-    return pickle.loads(payload.numpy())
+    return pickle.loads(payload.numpy().data)

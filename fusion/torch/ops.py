@@ -55,7 +55,7 @@ def _reduction(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-def _allreduce(
+def _allreduce(  # noqa: PLR0917, the order that scripts use
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -72,7 +72,7 @@ def _allreduce(
     )
 
 
-def _allreduce_blocking(
+def _allreduce_blocking(  # noqa: PLR0917
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
@@ -120,7 +120,7 @@ def _reducescatter(
     return Options(name, op, float(prescale_factor), float(postscale_factor), process_set=process_set)
 
 
-def _reducescatter_blocking(
+def _reducescatter_blocking(  # noqa: PLR0917
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp = Average,
@@ -173,9 +173,9 @@ COLLECTIVES = {
         Collective(
             "alltoall",
             OpKind.ALLTOALL,
-            "Send `splits[r]` rows of the tensor to each rank r, and concatenate the rows that arrive, in rank "
-            "order. The result is the pair (rows, how many came from each rank); the blocking form without "
-            "`splits` returns the rows only.",
+            "Send `splits[r]` rows of the tensor to each rank r, and concatenate the rows that arrive, in "
+            "rank order. The result is the pair (rows, how many came from each rank); the blocking form "
+            "without `splits` returns the rows only.",
             _alltoall,
             _alltoall,
             in_place=False,

@@ -12,25 +12,20 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 
 from coordinator.messages import ReduceOp
 from fusion import runtime
-from fusion.torch.carrier import Carrier, Wire
+from fusion.torch.carrier import Wire
+from fusion.torch.choice import Buckets, carrier_maker
 from fusion.torch.compression import Compression, Compressor
-from fusion.torch.dynamic import Dynamic
-from fusion.torch.groups import Grouped, split
 from fusion.torch.ops import allreduce, allreduce_async_
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, number_of
 from fusion.torch.slots import Slot, check_parameters, names_of, reducible
-from fusion.torch.static import Static
 from fusion.torch.submission import check_op
-from fusion.torch.window import FLAGS, Idle, Window
-
-Buckets = Literal["dynamic", "static"]
-_MIB = 1 << 20
+from fusion.torch.window import Idle, Window
 
 
 class _Distributed:
@@ -102,8 +97,9 @@ class _Distributed:
         elif not self._skipping:
             if self._explicit and self._window.settled:
                 warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
-                    "the gradients are not reduced again. Put step() inside the context to silence this",
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): the gradients are not reduced again. Put step() inside the "
+                    "context to silence this",
                     stacklevel=2,
                 )
             elif not self._window.settled:
@@ -156,7 +152,7 @@ class _Distributed:
 
     def __reduce__(self) -> Any:
         """A copy or a pickle is the plain optimizer: hooks belong to this process and these parameters."""
-        plain_class = type(self).__bases__[-1]
+        plain_class: Any = type(self).__bases__[-1]
         plain = plain_class.__new__(plain_class)
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in _OWN})
         return plain_class.__new__, (plain_class,), plain.__getstate__()
@@ -181,8 +177,7 @@ class _DistributedAdasum(_Distributed):
     def synchronize(self) -> None:
         """Do nothing: gradients are not reduced, only what the step makes of them."""
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> NoReturn:
         """Not possible with Adasum.
 
         Raises:
@@ -192,7 +187,6 @@ class _DistributedAdasum(_Distributed):
             "skip_synchronize() has no meaning with op=Adasum: gradients stay this rank's own and can be "
             "clipped without it; what step() changes is combined in step()"
         )
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by this rank's gradients, then combine the changes of all ranks."""
@@ -235,7 +229,7 @@ class _DistributedAdasum(_Distributed):
         return self._scope[1]
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # noqa: N802, PLR0917, the name and order that scripts use
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -293,8 +287,8 @@ def DistributedOptimizer(
     """
     number_of(process_set)
     if isinstance(optimizer, _Distributed):
-        raise ValueError(
-            "this optimizer is a DistributedOptimizer already: wrapping it again would reduce twice"
+        raise ValueError(  # noqa: TRY004, the value is wrong, not its type
+            "this optimizer is wrapped already: wrapping it again would reduce twice"
         )
     _check_passes(backward_passes_per_step)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
@@ -314,7 +308,7 @@ def DistributedOptimizer(
     predivide = float(gradient_predivide_factor)
     wire = Wire(op, 1.0 / (predivide * passes), predivide, compression, process_set)
     slots = _slots(names, 0)
-    make_carrier = _carrier_maker(wire, buckets, groups, slots)
+    make_carrier = carrier_maker(wire, buckets, groups, slots)
     idle = op == ReduceOp.ADASUM or not process_set.included()
     window_class = Idle if idle else Window
     window = window_class(slots, wire, backward_passes_per_step, make_carrier, sparse_as_dense)
@@ -327,8 +321,8 @@ def _wrap(
     window: Window,
     addition: type[_Distributed],
 ) -> Any:
-    plain_class = type(optimizer)
-    derived = type(plain_class.__name__, (addition, plain_class), {"__module__": __name__})
+    plain_class: Any = type(optimizer)
+    derived: Any = type(plain_class.__name__, (addition, plain_class), {"__module__": __name__})
     attributes = optimizer.__dict__
     earlier = attributes.get("_window")
     if earlier is not None:
@@ -337,50 +331,26 @@ def _wrap(
     wrapper.__dict__ = attributes
     attributes.update(_window=window, _parameter_names=names, _explicit=False, _skipping=False)
     if "step" in attributes:
-        attributes["step"] = _tracked_step(wrapper)
+        attributes["step"] = _tracked_step(derived, optimizer, wrapper)
     return wrapper
 
 
-def _tracked_step(wrapper: Any) -> Callable[..., Any]:
-    """For a scheduler made before the wrapper: it put a counting `step` on the instance, of the plain class."""
-    reference = weakref.ref(wrapper)
+def _tracked_step(derived: Any, optimizer: Any, wrapper: Any) -> Callable[..., Any]:
+    """For a scheduler made before the wrapper: it put a counting `step` of the plain class on the instance.
+
+    Wrapper and optimizer share their attributes, so either will do, and neither is kept alive.
+    """
+    references = weakref.ref(wrapper), weakref.ref(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        found = reference()
-        return type(found).step(found, *args, **kwargs)
+        wrapper, optimizer = (reference() for reference in references)
+        if wrapper is None:
+            wrapper = derived.__new__(derived)
+            wrapper.__dict__ = optimizer.__dict__
+        return derived.step(wrapper, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-def _carrier_maker(
-    wire: Wire,
-    buckets: Buckets | None,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None,
-    slots: Sequence[Slot],
-) -> Callable[[str, Sequence[Slot]], Carrier]:
-    """Decide how gradients travel; what is made is for one runtime and one set of parameters."""
-    if buckets not in (None, "dynamic", "static"):
-        raise ValueError(f'buckets must be "dynamic" or "static", not {buckets!r}')
-    grouped = split([slot for slot in slots if slot.parameter.requires_grad], groups) if groups else []
-    obstacle = Static.serves(wire) if not grouped else "groups= puts gradients into groups of their own"
-    if buckets == "static" and obstacle is not None:
-        raise ValueError(f'buckets="static" cannot be used: {obstacle}')
-
-    def make(scope: str, present: Sequence[Slot]) -> Carrier:
-        config = runtime.current().config
-        dynamic = Dynamic(scope, wire)
-        if grouped:
-            return Grouped(scope, wire, dynamic, grouped)
-        if (buckets or config.buckets) == "static" and obstacle is None:
-            placed = [
-                slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()
-            ]
-            votes = len(present) + FLAGS
-            return Static(scope, wire, dynamic, placed, votes, int(config.fusion_threshold_mb * _MIB))
-        return dynamic
-
-    return make
 
 
 def _slots(names: dict[torch.Tensor, str], start: int) -> list[Slot]:

@@ -196,7 +196,7 @@ def init_process_sets(sets: Iterable[ProcessSet] | str | None) -> None:
     """Register the sets of `init`; see there. Collective if there are any."""
     if sets is None or (isinstance(sets, str) and sets.lower() == "dynamic"):
         return
-    chosen = list(sets)
+    chosen: list[Any] = list(sets)
     if not all(isinstance(each, ProcessSet) for each in chosen):
         raise TypeError(f'process_sets must be a list of ProcessSet or "dynamic", not {sets!r}')
     mine = [_ranks_of(each) for each in chosen]

@@ -6,6 +6,7 @@ Used on the thread that trains, and on autograd's threads during a backward pass
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -53,7 +54,18 @@ class Slot:
         disturbed: the gradient was written to while it was on its way.
     """
 
-    __slots__ = ("carry", "current", "disturbed", "hooks", "index", "name", "parameter", "parcels", "passes", "settled")
+    __slots__ = (
+        "carry",
+        "current",
+        "disturbed",
+        "hooks",
+        "index",
+        "name",
+        "parameter",
+        "parcels",
+        "passes",
+        "settled",
+    )
 
     def __init__(self, parameter: torch.Tensor, name: str, index: int) -> None:
         self.parameter = parameter
@@ -134,13 +146,16 @@ def names_of(
             for number, group in enumerate(groups)
             for position, parameter in enumerate(group["params"])
         }
-    pairs = list(named_parameters.items() if isinstance(named_parameters, dict) else named_parameters)
+    pairs: list[Any] = list(
+        named_parameters.items() if isinstance(named_parameters, dict) else named_parameters
+    )
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError("named_parameters must be pairs (name, parameter), as model.named_parameters() gives")
-    seen: set[str] = set()
-    twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+        raise ValueError("named_parameters must be pairs (name, parameter), like model.named_parameters()")
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
-        raise ValueError(f"named_parameters has names more than once: {', '.join(twice)}; give each model a prefix")
+        raise ValueError(
+            f"named_parameters has names more than once: {', '.join(twice)}; give each model a prefix"
+        )
     named = {parameter: name for name, parameter in reversed(pairs)}
     missing = sum(parameter not in named for parameter in parameters)
     if missing:
@@ -161,14 +176,16 @@ def check_parameters(names: dict[torch.Tensor, str]) -> None:
         kinds = {kind.__name__ for kind in type(parameter).__mro__}
         if "DTensor" in kinds or "FlatParameter" in kinds or getattr(parameter, "_is_flat_param", False):
             raise ValueError(
-                f"parameter '{name}' is a shard ({type(parameter).__name__}): other ranks hold other rows, which "
-                "must not be averaged with these. FSDP and DTensor reduce gradients themselves; do not wrap "
-                "their optimizer"
+                f"parameter '{name}' is a shard ({type(parameter).__name__}): other ranks hold other rows, "
+                "which must not be averaged with these. FSDP and DTensor reduce gradients themselves; do "
+                "not wrap their optimizer"
             )
         if "UninitializedTensorMixin" in kinds:
-            raise ValueError(f"parameter '{name}' has no shape yet: run one forward pass before wrapping the optimizer")
+            raise ValueError(f"parameter '{name}' has no shape yet: run one forward pass before wrapping")
         if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(f"parameter '{name}' is on {parameter.device}, but only gradients on the CPU can be reduced")
+            raise ValueError(
+                f"parameter '{name}' is on {parameter.device}, but only gradients on the CPU can be reduced"
+            )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and names and all(name.startswith("module.") for name in names.values()):
         warnings.warn(

@@ -6,6 +6,7 @@ ranks, so a table of which every rank uses most rows is cheaper dense.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ class SparseHandle:
     """The future of a sparse reduction. As in Horovod, calling it gives the result."""
 
     def __init__(
-        self, name: str, tensor: torch.Tensor, op: ReduceOp, size: int, indices: Handle, values: Handle
+        self, name: str, shape: Sequence[int], divisor: int, indices: Handle, values: Handle
     ) -> None:
         self.name = name
-        self._shape = tensor.shape
-        self._divisor = size if op == ReduceOp.AVERAGE else 1
+        self._shape = tuple(shape)
+        self._divisor = divisor
         self._parts = (indices, values)
 
     def done(self) -> bool:
@@ -48,7 +49,7 @@ class SparseHandle:
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Any,
     name: str | None = None,
     op: Any = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
@@ -77,4 +78,5 @@ def sparse_allreduce_async(
     merged = tensor.detach().coalesce()
     indices = allgather_async(merged.indices().t(), name=f"{name}.indices", process_set=process_set)
     values = allgather_async(merged.values(), name=f"{name}.values", process_set=process_set)
-    return SparseHandle(name, tensor, op, group.topology.size, indices, values)
+    divisor = group.topology.size if op == ReduceOp.AVERAGE else 1
+    return SparseHandle(name, tensor.shape, divisor, indices, values)

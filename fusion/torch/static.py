@@ -44,7 +44,7 @@ class Static:
     """
 
     def __init__(
-        self, scope: str, wire: Wire, dynamic: Dynamic, slots: Sequence[Slot], votes: int, threshold: int
+        self, scope: str, wire: Wire, dynamic: Dynamic, slots: Sequence[Slot], *, votes: int, threshold: int
     ) -> None:
         self._scope = scope
         self._wire = wire

@@ -19,6 +19,9 @@ from fusion.arrays import Restore, as_tensor
 from fusion.torch.compression import Compressor, NoneCompressor
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, root_in
 
+Unpack = Callable[[list[Any]], Any]
+"""Turns the outputs of an operation into what its handle returns."""
+
 
 class Options(msgspec.Struct, frozen=True):
     """What a caller asked for, beside the tensors."""
@@ -51,8 +54,6 @@ class Collective(msgspec.Struct, frozen=True):
     """The first dimension may differ between ranks."""
     makes_output: bool = False
     """The executor makes the output, whose shape is not known at submission."""
-    check: Callable[[Sequence[torch.Tensor], Options, str], None] = lambda tensors, options, name: None
-    """What only this operation requires."""
 
 
 def submit(
@@ -79,7 +80,6 @@ def submit(
         raise ValueError(f"'{name}': {base} needs at least one tensor")
     tensors, restores = _tensors(arrays, name, in_place)
     _check(collective, tensors, options, name, in_place)
-    collective.check(tensors, options, name)
     inputs = [_plain(tensor.detach()) if collective.makes_output else tensor.detach() for tensor in tensors]
     extra = None
     if collective.kind == OpKind.ALLTOALL:
@@ -88,7 +88,7 @@ def submit(
     request = describe(collective, inputs, options, name)
     outputs = _outputs(collective, inputs, in_place)
     if collective.kind == OpKind.ALLTOALL:
-        unpack = _unpack_alltoall(restores[0], options.splits)
+        unpack: Unpack | None = _unpack_alltoall(restores[0], options.splits)
     else:
         unpack = _unpack(restores, arrays if in_place else None, grouped)
     return group.submit(request, inputs, outputs, extra=extra, unpack=unpack)
@@ -242,19 +242,16 @@ def _splits(tensor: torch.Tensor, splits: Any, name: str, size: int) -> list[int
     counts: list[int] = given.tolist()
     if min(counts) < 0 or sum(counts) > rows:
         raise ValueError(
-            f"'{name}': splits {counts} must be at least 0 and add up to at most the {rows} rows of the tensor"
+            f"'{name}': splits {counts} must be at least 0 and add up to at most {rows}, the tensor's rows"
         )
     return counts
-
-
-Unpack = Callable[[list[Any]], Any]
 
 
 def _unpack(restores: list[Restore | None], arrays: Sequence[Any] | None, grouped: bool) -> Unpack | None:
     """How a handle turns outputs into what the caller gets; `arrays` are returned as they are."""
     if arrays is not None:
-        kept = list(arrays)
-        return (lambda outputs: kept) if grouped else (lambda outputs: kept[0])
+        kept = list(arrays) if grouped else arrays[0]
+        return lambda _: kept
     if not grouped and restores[0] is None:
         return None
 

@@ -127,7 +127,7 @@ class _Normalize(torch.autograd.Function):
     """Returns the output, and over all ranks the mean, the biased variance and the values a channel."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,

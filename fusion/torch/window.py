@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from coordinator.errors import FusionError
 from coordinator.messages import ReduceOp
 from fusion import runtime
-from fusion.torch.carrier import Carrier, Wire
+from fusion.torch.carrier import FLAGS, Carrier, Wire
 from fusion.torch.compression import Compressor
 from fusion.torch.ops import allgather, allreduce_
 from fusion.torch.process_sets import ProcessSet
@@ -30,9 +30,6 @@ from fusion.torch.slots import Parcel, Slot
 from fusion.torch.sparse import sparse_allreduce_async
 from fusion.torch.static import Static
 from fusion.torch.submission import overlaps
-
-FLAGS = 4
-"""Votes beside one for each parameter: keeping, dropping, sent more than once, sparse."""
 
 _owners: Any = WeakIdKeyDictionary()
 """Parameter -> weak reference to the window that reduces it. A parameter that two
@@ -262,9 +259,9 @@ class Window:
             raise errors[0]
         if disturbed and keep:
             raise FusionError(
-                f"the gradients of {', '.join(disturbed[:5])} were changed while they were being reduced: call "
-                "optimizer.synchronize() after backward() and before clipping or writing to gradients, and "
-                "optimizer.zero_grad() rather than model.zero_grad() between two backward passes"
+                f"the gradients of {', '.join(disturbed[:5])} were changed while they were being reduced: "
+                "call optimizer.synchronize() after backward() and before clipping or writing to gradients, "
+                "and optimizer.zero_grad() rather than model.zero_grad() between two backward passes"
             )
 
     def _assemble(self, slot: Slot, values: list[torch.Tensor]) -> None:
@@ -285,14 +282,14 @@ class Window:
         ranks = allgather(rank, name=f"{self._scope}dropped", process_set=self._wire.process_set)
         dropped = [r for r in ranks.tolist() if r >= 0]
         raise FusionError(
-            f"ranks {dropped} threw their gradients away with zero_grad() in a step for which the other ranks "
-            "kept theirs, so the ranks would no longer train the same model: let every rank skip the step, or none"
+            f"ranks {dropped} threw their gradients away with zero_grad() in a step for which the others "
+            "kept theirs, so they would no longer train the same model: let every rank skip the step, or none"
         )
 
     # Which parameters are this window's.
 
     def _start(self) -> None:
-        """Make a carrier for the present parameters, with names that no other optimizer of this runtime has."""
+        """Make a carrier for the present parameters, with names that no other optimizer has."""
         self._runtime = runtime.current()
         number = self._wire.group.unnamed("optimizer", blocking=False).rpartition(".")[2]
         self._scope = f"optimizer{number}."

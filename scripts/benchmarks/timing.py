@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-WARM_UP_CALLS = 2
 LEAST_CALLS = 3
 MOST_CALLS = 200
+_SLOW = 2.0
 
 
 def _nothing() -> None:
@@ -82,7 +82,7 @@ def compare(
     Args:
         comm: the ranks; used between timed calls only.
         rounds: turns of each contestant.
-        turn_s: about how long a turn may take; three calls at least.
+        turn_s: about how long a turn may take; three calls at least, unless one takes twice as long.
     """
     series = {contestant.name: Series() for contestant in contestants}
     for number in range(rounds):
@@ -96,9 +96,12 @@ def compare(
 
 def _turn(comm: MPI.Intracomm, contestant: Contestant, turn_s: float) -> list[float]:
     contestant.begin()
-    warm = [_time_one(comm, contestant) for _ in range(WARM_UP_CALLS)]
-    estimate = comm.bcast(min(warm), root=0) * contestant.batch
-    calls = max(LEAST_CALLS, min(MOST_CALLS, int(turn_s / max(estimate, 1e-9))))
+    first = comm.bcast(_time_one(comm, contestant), root=0) * contestant.batch
+    if first > _SLOW * turn_s:
+        calls = 1  # Nobody waits minutes for the digits of something this slow.
+    else:
+        estimate = comm.bcast(_time_one(comm, contestant), root=0) * contestant.batch
+        calls = max(LEAST_CALLS, min(MOST_CALLS, int(turn_s / max(estimate, 1e-9))))
     mine = np.array([_time_one(comm, contestant) for _ in range(calls)])
     contestant.end()
     slowest = np.empty_like(mine)

@@ -39,14 +39,12 @@ def everyones(
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("arrangement", ["one node", "a node each"])
-@pytest.mark.parametrize("count", [0, 1, 7, 200_003])
-def test_the_collective_computes_the_formula_for_any_length(
-    hvd: ModuleType, arrangement: str, count: int
-) -> None:
+def test_the_collective_computes_the_formula_for_any_length(hvd: ModuleType, arrangement: str) -> None:
     plane = Plane(arrangement)
-    (result,) = plane.allreduce([draw(plane.rank, count)], ReduceOp.ADASUM)
-    torch.testing.assert_close(result, everyones(hvd, count).float())
-    assert_same_bits(result)
+    for count in (0, 1, 7, 200_003):
+        (result,) = plane.allreduce([draw(plane.rank, count)], ReduceOp.ADASUM)
+        torch.testing.assert_close(result, everyones(hvd, count).float())
+        assert_same_bits(result)
     plane.close()
 
 

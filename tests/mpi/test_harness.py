@@ -56,7 +56,7 @@ def nobody_waits_longer_than_the_limit():
 
 
 def pytest_says(folder: Path, text: str) -> str:
-    """The output of a pytest over rank tests that are made to go wrong."""
+    """The output of a pytest over these rank tests, most of which are made to go wrong."""
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = ranks\n")
     (folder / "test_made.py").write_text(HEAD + textwrap.dedent(text))
@@ -165,6 +165,29 @@ def test_a_module_that_cannot_be_imported_on_a_rank_is_a_failure(tmp_path: Path)
         """,
     )
     assert "FAILED test_made.py::test_something[np1]" in said and "no such luck" in said
+
+
+def test_rank_tests_between_ordinary_ones_leave_their_fixtures_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_next.py").write_text("def test_ordinary():\n    pass\n")
+    said = pytest_says(
+        tmp_path,
+        """
+        @pytest.fixture(scope="module")
+        def resource():
+            yield
+            print("given back")
+
+        @pytest.mark.parametrize("_", [0, 1])
+        def test_ordinary(resource, _):
+            pass
+
+        @ranks(1)
+        def test_something(comm):
+            pass
+        """,
+    )
+    assert "4 passed" in said and "error" not in said
+    assert said.count("given back") == 1
 
 
 def test_a_program_returns_what_each_rank_wrote(run_ranks: RunRanks) -> None:

@@ -235,9 +235,7 @@ def test_an_optimizer_reduces_over_its_set_and_leaves_other_ranks_alone(
         process_set=outer,
         buckets=buckets,
     )
-    hvd.broadcast_optimizer_state(
-        optimizer, root_rank=hvd.rank() % 2, process_set=halves[hvd.rank() % 2]
-    )
+    hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.rank() % 2, process_set=halves[hvd.rank() % 2])
     for seed in range(3):
         optimizer.zero_grad()
         model(draw(hvd.rank(), 8, 4, seed=seed)).square().mean().backward()

@@ -113,7 +113,9 @@ def test_a_name_in_flight_is_refused_and_free_again_afterwards(hvd):
 
 @ranks(2)
 def test_the_caller_may_drop_a_tensor_in_flight(hvd):
-    handles = [hvd.allreduce_async(torch.full((1000,), float(i)), name=str(i), op=hvd.Sum) for i in range(100)]
+    handles = [
+        hvd.allreduce_async(torch.full((1000,), float(i)), name=str(i), op=hvd.Sum) for i in range(100)
+    ]
     gc.collect()
     noise = [torch.rand(1000) for _ in range(100)]
     for i, handle in enumerate(handles):
@@ -166,7 +168,7 @@ def test_strided_views_are_right_and_leave_their_neighbours_alone(hvd):
 
 @ranks(2)
 def test_in_place_on_overlapping_memory_is_refused(hvd):
-    with pytest.raises(ValueError, match="'e'.*share memory"):
+    with pytest.raises(ValueError, match=r"'e'.*share memory"):
         hvd.allreduce_(torch.ones(1).expand(4), name="e")
     assert hvd.allreduce(torch.ones(1), name="e", op=hvd.Sum).item() == 2
 
@@ -181,8 +183,10 @@ def test_channels_last_goes_in_and_comes_out(hvd):
 
 @ranks(2, 3)
 def test_empty_tensors_take_part_between_others(hvd):
-    handles = [hvd.allreduce_async(torch.ones(size), name=f"z{size}.{i}", op=hvd.Sum)
-               for i, size in enumerate([3, 0, 2])]
+    handles = [
+        hvd.allreduce_async(torch.ones(size), name=f"z{size}.{i}", op=hvd.Sum)
+        for i, size in enumerate([3, 0, 2])
+    ]
     assert [handle.result().tolist() for handle in handles] == [[hvd.size()] * 3, [], [hvd.size()] * 2]
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
 
@@ -200,19 +204,19 @@ def test_bool_has_any_and_all_but_no_average(hvd):
     mine = torch.tensor([True, hvd.rank() == 0, False])
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [True, True, False]
     assert hvd.allreduce(mine, op=hvd.Min).tolist() == [True, False, False]
-    with pytest.raises(ValueError, match="'b'.*no average"):
+    with pytest.raises(ValueError, match=r"'b'.*no average"):
         hvd.allreduce(mine, op=hvd.Average, name="b")
 
 
 @ranks(2)
 def test_dtypes_that_cannot_travel_are_refused_by_name(hvd):
-    with pytest.raises(TypeError, match="'c'.*view_as_real"):
+    with pytest.raises(TypeError, match=r"'c'.*view_as_real"):
         hvd.allreduce(torch.tensor([1 + 2j]), name="c")
-    with pytest.raises(TypeError, match="'q'.*uint32"):
+    with pytest.raises(TypeError, match=r"'q'.*uint32"):
         hvd.allreduce(torch.zeros(2, dtype=torch.uint32), name="q")
-    with pytest.raises(TypeError, match="'s'.*sparse_allreduce_async"):
+    with pytest.raises(TypeError, match=r"'s'.*sparse_allreduce_async"):
         hvd.allreduce(torch.eye(2).to_sparse(), name="s")
-    with pytest.raises(TypeError, match="'m'.*meta"):
+    with pytest.raises(TypeError, match=r"'m'.*meta"):
         hvd.allreduce(torch.ones(2, device="meta"), name="m")
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
@@ -228,8 +232,6 @@ def test_arguments_that_make_no_sense_are_refused(hvd):
         hvd.broadcast(one, root_rank=2)
     with pytest.raises(TypeError, match="root_rank"):
         hvd.broadcast(one, root_rank="0")
-    with pytest.raises(NotImplementedError, match="Adasum"):
-        hvd.allreduce(one, op=hvd.Adasum)
     with pytest.raises(TypeError, match="process_set"):
         hvd.allreduce(one, process_set=[0, 1])
 

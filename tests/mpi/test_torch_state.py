@@ -34,11 +34,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def make(title: str, model: nn.Module) -> torch.optim.Optimizer:
-    name = title.split()[0]
+    name = title.partition(" ")[0]
     kind = getattr(torch.optim, name, None)
     if kind is None:
         pytest.skip(f"this torch has no {name}")
-    parameters = [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else list(model.parameters())
+    parameters = (
+        [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else list(model.parameters())
+    )
     options = dict(OPTIMIZERS[title])
     if "lr" in options:
         options["lr"] = options["lr"].clone()
@@ -60,7 +62,7 @@ def assert_equal(mine: Any, roots: Any, where: str = "state") -> None:
     """Equal in value and type, all the way down."""
     assert type(mine) is type(roots), f"{where}: {type(mine)} is not {type(roots)}"
     if isinstance(roots, torch.Tensor):
-        assert mine.dtype == roots.dtype and mine.shape == roots.shape and mine.stride() == roots.stride(), where
+        assert (mine.dtype, mine.shape, mine.stride()) == (roots.dtype, roots.shape, roots.stride()), where
         assert torch.equal(mine, roots), where
     elif isinstance(roots, dict):
         assert list(mine) == list(roots), where
@@ -203,7 +205,7 @@ def test_parameters_are_overwritten_in_place(hvd, kind):
     model = net()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += hvd.rank()
+            parameter.add_(hvd.rank())
     addresses = [p.data_ptr() for p in model.parameters()]
     given = {
         "state_dict": model.state_dict(),
@@ -226,13 +228,14 @@ def test_entries_that_are_no_tensors_are_left_alone(hvd):
 @ranks(2)
 def test_layout_and_dtype_of_parameters_do_not_matter(hvd):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    state = dict(model.state_dict(), turned=torch.full((3, 2), hvd.rank() + 1j).t(), half=torch.ones(2).bfloat16())
+    state = {**model.state_dict(), "turned": torch.full((3, 2), hvd.rank() + 1j).t()}
+    state["half"] = torch.full((2,), hvd.rank() + 0.5).bfloat16()
     with torch.no_grad():
         for value in model.parameters():
             value.fill_(hvd.rank())
     hvd.broadcast_parameters(state, 1)
     assert (model[0].weight == 1).all() and model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert (state["turned"] == 1 + 1j).all()
+    assert (state["turned"] == 1 + 1j).all() and (state["half"] == 1.5).all()
 
 
 @ranks(2)

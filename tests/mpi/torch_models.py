@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+both = pytest.mark.parametrize("buckets", ["dynamic", "static"])
+"""Both kinds of buckets."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -57,8 +57,8 @@ def test_a_name_in_flight_is_refused_and_the_first_request_is_unharmed() -> None
         first = ranks.submit(0, tensor("w"), 1.0)
         with pytest.raises(DuplicateNameError, match="'w'"):
             ranks.submit(0, tensor("w"), 5.0)
-        ranks.submit(1, tensor("w"), 2.0)
-        assert first.result(10) == 3.0
+        second = ranks.submit(1, tensor("w"), 2.0)
+        assert first.result(10) == second.result(10) == 3.0
         again = [ranks.submit(rank, tensor("w"), 4.0) for rank in range(2)]
         assert again[0].result(10) == 8.0
 

@@ -257,6 +257,22 @@ def test_a_rank_joins_only_when_nothing_of_its_own_is_pending() -> None:
     assert fabric.ranks[0].joined == 0b10
 
 
+def test_what_runs_without_a_joined_rank_does_not_keep_it_from_joining_again() -> None:
+    fabric = Fabric(2)
+    for _ in range(2):
+        fabric.ranks[1].join()
+        fabric.cycle()
+        assert fabric.ranks[0].joined == 0b10
+        names = [tensor(str(number)) for number in range(100)]
+        for each in names:
+            fabric.submit(0, each)
+        assert len(fabric.run()) == len(names)
+        assert fabric.ranks[1].pending == 0
+        fabric.ranks[0].join()
+        fabric.cycle()
+        assert fabric.ranks[1].joined == 0
+
+
 def test_when_all_have_joined_everything_starts_afresh() -> None:
     fabric = Fabric(3)
     for rank in (2, 0, 1):

@@ -63,6 +63,12 @@ def test_an_integer_average_is_truncated_toward_zero(dtype: str) -> None:
     assert reduce(ReduceOp.AVERAGE, [of(dtype, -3, 3), of(dtype, -4, 4)]).tolist() == [-3, 3]
 
 
+def test_the_average_of_equal_floats_is_that_float() -> None:
+    values = [float(value) for value in range(1, 400)]
+    for size in (2, 3, 5, 6, 7):
+        assert reduce(ReduceOp.AVERAGE, [of("float32", *values)] * size).tolist() == values
+
+
 def test_an_integer_average_does_not_overflow_its_dtype() -> None:
     assert reduce(ReduceOp.AVERAGE, [of("int8", 127, -128)] * 7).tolist() == [127, -128]
     assert reduce(ReduceOp.AVERAGE, [of("uint8", 255)] * 300).tolist() == [255]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ def test_places_begin_on_cache_lines_and_do_not_overlap(content, threshold):
     for dtype in layout.arena_bytes:
         ranges = occupied(layout, dtype)
         assert all(start % ALIGNMENT == 0 for start, _ in ranges)
-        assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
 
 @given(contents, thresholds)

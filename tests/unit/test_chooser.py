@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messages import OpKind, Part, Region, Request, Response
+from coordinator.messages import OpKind, Part, ReduceOp, Region, Request, Response
 from fusion.collectives.broadcast import binomial
 from fusion.collectives.chooser import Algorithm, choose
 from fusion.collectives.node import ALIGN, ranges, slices
@@ -16,8 +16,10 @@ from fusion.collectives.ring import even_blocks
 OTHERS = [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.REDUCESCATTER, OpKind.BARRIER]
 
 
-def response(kind: OpKind = OpKind.ALLREDUCE, region: Region | None = None) -> Response:
-    request = Request("t", kind, ("float32",), ((4,),), region=region)
+def response(
+    kind: OpKind = OpKind.ALLREDUCE, region: Region | None = None, op: ReduceOp = ReduceOp.SUM
+) -> Response:
+    request = Request("t", kind, ("float32",), ((4,),), op=op, region=region)
     return Response(kind, "float32", (Part(request, 0),))
 
 
@@ -38,6 +40,12 @@ def test_an_allreduce_goes_by_nodes_and_setting(
     nodes: int, size: int, hierarchy: str, chosen: Algorithm
 ) -> None:
     assert choose(response(), nodes=nodes, size=size, hierarchy=hierarchy) == chosen
+
+
+@pytest.mark.parametrize(("nodes", "hierarchy"), [(1, "auto"), (2, "on"), (2, "off")])
+def test_adasum_has_one_algorithm(nodes: int, hierarchy: str) -> None:
+    chosen = choose(response(op=ReduceOp.ADASUM), nodes=nodes, size=4, hierarchy=hierarchy)
+    assert chosen == Algorithm.ADASUM
 
 
 @pytest.mark.parametrize("hierarchy", ["auto", "on", "off"])

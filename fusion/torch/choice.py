@@ -1,0 +1,63 @@
+"""Decides how the gradients of an optimizer travel.
+
+Called on the thread that makes the optimizer, and again when its parameters or
+the runtime change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from fusion import runtime
+from fusion.torch.carrier import FLAGS, Carrier, Wire
+from fusion.torch.dynamic import Dynamic
+from fusion.torch.groups import Grouped, split
+from fusion.torch.slots import Slot
+from fusion.torch.static import Static
+
+Buckets = Literal["dynamic", "static"]
+_MIB = 1 << 20
+
+
+def carrier_maker(
+    wire: Wire,
+    buckets: Buckets | None,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    slots: Sequence[Slot],
+) -> Callable[[str, Sequence[Slot]], Carrier]:
+    """How to make a carrier for a scope of names and the parameters present.
+
+    Args:
+        wire: what is done to gradients on their way.
+        buckets: what the user asked for, or None for the setting.
+        groups: of gradients that travel together, or None.
+        slots: the parameters at first.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    if buckets not in (None, "dynamic", "static"):
+        raise ValueError(f'buckets must be "dynamic" or "static", not {buckets!r}')
+    grouped = split([slot for slot in slots if slot.parameter.requires_grad], groups) if groups else []
+    obstacle = Static.serves(wire) if not grouped else "groups= puts gradients into groups of their own"
+    if buckets == "static" and obstacle is not None:
+        raise ValueError(f'buckets="static" cannot be used: {obstacle}')
+
+    def make(scope: str, present: Sequence[Slot]) -> Carrier:
+        config = runtime.current().config
+        dynamic = Dynamic(scope, wire)
+        if grouped:
+            return Grouped(scope, wire, dynamic, grouped)
+        if (buckets or config.buckets) == "static" and obstacle is None:
+            placed = [
+                slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()
+            ]
+            votes = len(present) + FLAGS
+            threshold = int(config.fusion_threshold_mb * _MIB)
+            return Static(scope, wire, dynamic, placed, votes=votes, threshold=threshold)
+        return dynamic
+
+    return make
