@@ -325,9 +325,10 @@ class Window:
             if found is not None:
                 found._after(slot)
 
+        # A compiler of backward passes calls the hooks; it must not compile what they do.
         slot.hooks = [
-            slot.parameter.register_hook(before),
-            slot.parameter.register_post_accumulate_grad_hook(after),
+            slot.parameter.register_hook(torch.compiler.disable(before)),
+            slot.parameter.register_post_accumulate_grad_hook(torch.compiler.disable(after)),
         ]
 
     def _lenders(self) -> list[Window]:

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 LEAST_CALLS = 3
 MOST_CALLS = 200
-_SLOW = 2.0
+_SLOW = 4.0
+"""A call that takes this many turns has one turn only: nobody waits minutes for its digits."""
 
 
 def _nothing() -> None:
@@ -82,31 +83,41 @@ def compare(
     Args:
         comm: the ranks; used between timed calls only.
         rounds: turns of each contestant.
-        turn_s: about how long a turn may take; three calls at least, unless one takes twice as long.
+        turn_s: about how long a turn may take; three calls at least, unless one takes far longer.
     """
     series = {contestant.name: Series() for contestant in contestants}
+    slow: set[str] = set()
     for number in range(rounds):
         shift = number % len(contestants)
         for contestant in [*contestants[shift:], *contestants[:shift]]:
+            if contestant.name in slow:
+                continue
             times = _turn(comm, contestant, turn_s)
+            if times[0] * contestant.batch > _SLOW * turn_s:
+                slow.add(contestant.name)
             series[contestant.name].calls += times
             series[contestant.name].rounds.append(statistics.median(times))
     return series
 
 
 def _turn(comm: MPI.Intracomm, contestant: Contestant, turn_s: float) -> list[float]:
+    """Seconds of each timed call on the slowest rank; of the first call only, if that took very long."""
     contestant.begin()
-    first = comm.bcast(_time_one(comm, contestant), root=0) * contestant.batch
-    if first > _SLOW * turn_s:
-        calls = 1  # Nobody waits minutes for the digits of something this slow.
-    else:
+    first = _slowest(comm, [_time_one(comm, contestant)])
+    times = first
+    if first[0] * contestant.batch <= _SLOW * turn_s:
         estimate = comm.bcast(_time_one(comm, contestant), root=0) * contestant.batch
         calls = max(LEAST_CALLS, min(MOST_CALLS, int(turn_s / max(estimate, 1e-9))))
-    mine = np.array([_time_one(comm, contestant) for _ in range(calls)])
+        times = _slowest(comm, [_time_one(comm, contestant) for _ in range(calls)])
     contestant.end()
-    slowest = np.empty_like(mine)
-    comm.Allreduce(mine, slowest, op=MPI.MAX)
-    times: list[float] = slowest.tolist()
+    return times
+
+
+def _slowest(comm: MPI.Intracomm, mine: list[float]) -> list[float]:
+    """Of each call, the time on the rank that took longest; the same on all ranks."""
+    found = np.array(mine)
+    comm.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+    times: list[float] = found.tolist()
     return times
 
 
