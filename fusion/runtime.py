@@ -7,6 +7,7 @@ any thread; it never blocks and never calls MPI.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -315,6 +316,7 @@ def _start_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _finalize_at_exit(MPI)
     if MPI.Is_finalized():
         raise FusionError("MPI has been finalized in this process; it cannot be started again")
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -326,6 +328,20 @@ def _start_mpi() -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI's thread level is below MPI_THREAD_MULTIPLE: make no MPI calls of your own")
     return MPI
+
+
+def _finalize_at_exit(mpi: Any) -> None:
+    """For a program that told mpi4py to leave starting MPI to others: mpi4py then leaves its end to them too.
+
+    Registered before `ExitWatch`, so it runs after that has taken the runtime down.
+    """
+    process = os.getpid()
+
+    def finalize() -> None:
+        if os.getpid() == process and not mpi.Is_finalized():
+            mpi.Finalize()
+
+    atexit.register(finalize)
 
 
 def mpi_threads_supported() -> bool:

@@ -203,7 +203,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.num_replicas, self.rank = topology.size, topology.rank
         order = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
+            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 - nothing secret
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

@@ -309,6 +309,22 @@ def test_scripts_can_ask_what_there_is(hvd: ModuleType) -> None:
     assert type(hvd.nccl_built()) is int
 
 
+UNSTARTED = """
+import mpi4py
+mpi4py.rc.initialize = False
+import torch
+import fusion.torch as hvd
+last = hvd.ProcessSet([1])
+hvd.init(process_sets=[last])
+print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), last.process_set_id)
+"""
+
+
+def test_a_program_may_leave_starting_and_ending_mpi_to_init(run_ranks: RunRanks) -> None:
+    done = run_ranks(UNSTARTED, 2, timeout=60)
+    assert all("2.0 1" in output for output in done.outputs)
+
+
 WITHOUT_THREADS = """
 import mpi4py
 mpi4py.rc.thread_level = "serialized"

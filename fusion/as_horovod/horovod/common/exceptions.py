@@ -3,7 +3,7 @@
 from coordinator.errors import FusionError as HorovodInternalError
 
 
-class HostsUpdatedInterrupt(RuntimeError):
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the name is Horovod's
     """Horovod raises it where hosts come or go. Here the hosts of a job stay, so nothing does."""
 
 

@@ -1,6 +1,7 @@
 """Small helpers that scripts and tests import from here."""
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     """Cut a sequence into parts whose lengths differ by one at most, longer ones first."""
     length, longer = divmod(len(items), parts)
     starts = [part * length + min(part, longer) for part in range(parts + 1)]
-    return [items[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+    return [items[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 def is_iterable(value: object) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 
-def run(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001
+def run(*args: Any, **kwargs: Any) -> NoReturn:
     """Horovod starts ranks from a Python program by this. Here a job is started by a command.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from fusion.torch import *  # noqa: F403
 from horovod.torch import compression as compression
-from horovod.torch import elastic as elastic
 from horovod.torch import functions as functions
 from horovod.torch import mpi_ops as mpi_ops
 from horovod.torch import optimizer as optimizer
 from horovod.torch import sync_batch_norm as sync_batch_norm
-from horovod.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
+
+broadcast_optimizer_state = functions.broadcast_optimizer_state  # in place of the face's
