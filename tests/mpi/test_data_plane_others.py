@@ -105,7 +105,11 @@ def test_reducescatter_gives_each_rank_its_rows_of_the_average(
 ) -> None:
     (result,) = plane.one(OpKind.REDUCESCATTER, draw(plane.rank, rows, 3, dtype=dtype), op=ReduceOp.AVERAGE)
     inputs = torch.stack([draw(rank, rows, 3, dtype=dtype) for rank in range(plane.size)])
-    mean = inputs.double().mean(0) if dtype.is_floating_point else inputs.sum(0).div(plane.size, rounding_mode="trunc")
+    mean = (
+        inputs.double().mean(0)
+        if dtype.is_floating_point
+        else inputs.sum(0).div(plane.size, rounding_mode="trunc")
+    )
     torch.testing.assert_close(result, mean.to(dtype).tensor_split(plane.size)[plane.rank])
 
 
