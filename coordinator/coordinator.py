@@ -17,7 +17,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import msgspec
 
@@ -31,7 +32,7 @@ from coordinator.errors import (
     ShutdownError,
 )
 from coordinator.executor import Entry, Executor
-from coordinator.handle import Bell, Handle
+from coordinator.handle import Bell, Handle, complete_all
 from coordinator.messages import OpKind, ReduceOp, Request, Response
 from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import fuse
@@ -77,6 +78,11 @@ class Coordinator:
         recorder: told what happens and how long it takes.
         clock: seconds that never go back.
         name: of the thread.
+
+    Attributes:
+        submit: queues an entry, on any thread; its handle completes later. Raises
+            `DuplicateNameError` if its name is in flight on this rank, and what
+            ended the runtime (a `FusionError`) if it has ended.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Coordinator:
         self._recorder = recorder
         self._clock = clock
         self._doorbell = Doorbell()
-        self._table = TensorTable(self._doorbell)
+        self._table = TensorTable(self._doorbell, settings.fusion_threshold)
         self.bell = Bell(self._table.urge)
         self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity)
         self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
@@ -107,20 +113,12 @@ class Coordinator:
         self._broken = False
         self.end: FusionError | None = None
         """What ended the runtime, once `ended` is set."""
+        self.submit = self._table.add
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the cycle thread."""
         self._thread.start()
-
-    def submit(self, entry: Entry) -> None:
-        """Queue an entry, on any thread; its handle completes later.
-
-        Raises:
-            DuplicateNameError: its name is in flight on this rank.
-            FusionError: the runtime has ended; says why.
-        """
-        self._table.add(entry)
 
     def in_flight(self, name: str) -> bool:
         """Whether an operation of that name is pending on this rank."""
@@ -200,14 +198,12 @@ class Coordinator:
             self._exchange(leaving, last=outcome.leaving)
 
     def _take_submissions(self, now: float) -> None:
-        for entry in self._table.drain():
-            if entry.request.kind == OpKind.JOIN:
-                self._negotiator.join()
-                continue
-            reason = self._negotiator.submit(entry.request, now)
+        entries = self._table.drain()
+        if entries:
             self._progressed_at = now
-            if reason is not None:
-                self._fail([entry], MismatchError(reason))
+            refused = self._negotiator.submit_all([entry.request for entry in entries], now)
+            for name, reason in refused.items():
+                self._fail(self._present([name]), MismatchError(reason))
         if self._leaving is not None:
             self._negotiator.forget_all()
             self._fail(
@@ -245,23 +241,26 @@ class Coordinator:
 
     def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
         for response in self._plan(ready):
-            refusal = _refusal(response, self._negotiator.joined)
-            if refusal is not None:
-                self._fail(self._present(response), refusal)
-                continue
-            entries = [self._entry(part.request) for part in response.parts]
-            self._recorder.queued(entries, negotiated)
-            try:
-                self._executor.execute(response, entries)
-            except RankLeftError:
-                raise
-            except (FusionError, ValueError) as error:  # Every rank raised it alike; see `Executor`.
-                self._fail(entries, error)
-                continue
-            self._recorder.response(response)
-            self._complete(entries)
+            self._run_response(response, negotiated)
         self._negotiator.executed(ready)
         self._progressed_at = self._clock()
+
+    def _run_response(self, response: Response, negotiated: float) -> None:
+        refusal = _refusal(response, self._negotiator.joined)
+        if refusal is not None:
+            self._fail(self._present(response.names), refusal)
+            return
+        entries = self._entries(response)
+        self._recorder.queued(response, entries, negotiated)
+        try:
+            self._executor.execute(response, entries)
+        except RankLeftError:
+            raise
+        except (FusionError, ValueError) as error:  # Every rank raised it alike; see `Executor`.
+            self._fail(entries, error)
+            return
+        self._recorder.response(response)
+        self._complete(_finished(entries) if response.grouped else entries)
 
     def _plan(self, ready: tuple[int, ...]) -> tuple[Response, ...]:
         registry = self._negotiator.registry
@@ -276,40 +275,37 @@ class Coordinator:
             self._plans[ready] = plan
         return plan
 
-    def _present(self, response: Response) -> list[Entry]:
-        found = (self._table.get(part.request.name) for part in response.parts)
-        return [entry for entry in found if entry is not None]
+    def _present(self, names: Iterable[str]) -> list[Entry]:
+        return [entry for entry in self._table.get_all(names) if entry is not None]
 
-    def _entry(self, request: Request) -> Entry:
-        entry = self._table.get(request.name)
-        if entry is not None:
-            return entry
+    def _entries(self, response: Response) -> list[Entry]:
+        """This rank's entries for the parts of a response; stand-ins if it has joined."""
+        found = self._table.get_all(response.names)
+        if None in found:
+            found = [
+                self._absent(part.request) if entry is None else entry
+                for part, entry in zip(response.parts, found, strict=True)
+            ]
+        return cast("list[Entry]", found)
+
+    def _absent(self, request: Request) -> Entry:
         if not self._negotiator.joined >> self._wire.rank & 1:
             raise AssertionError(f"'{request.name}' was agreed as ready but is not in this rank's table")
         return self._executor.absent(request, Handle(request.name, self.bell))
 
     def _complete(self, entries: list[Entry]) -> None:
-        finished = []
-        for entry in entries:
-            entry.remaining -= 1
-            if not entry.remaining:
-                finished.append(entry)
-        self._table.remove([entry.request.name for entry in finished])
-        for entry in finished:
-            outputs = entry.outputs
-            try:
-                result = entry.unpack(outputs) if entry.unpack is not None else outputs[0]
-            except Exception as error:  # noqa: BLE001 - the data arrived; only this caller's conversion failed.
-                entry.handle.set_exception(error)
-            else:
-                entry.handle.set_result(result)
-            entry.release()
+        self._table.remove([entry.request.name for entry in entries])
+        plain = [entry for entry in entries if entry.unpack is None]
+        complete_all([entry.handle for entry in plain], [entry.outputs[0] for entry in plain])
+        if len(plain) < len(entries):
+            for entry in entries:
+                entry.convert()
         self.bell.ring()
 
     def _fail(self, entries: list[Entry], error: BaseException) -> None:
         self._table.remove([entry.request.name for entry in entries])
         for entry in entries:
-            entry.release()
+            entry.inputs, entry.outputs = (), []  # The error's traceback may hold the entry.
             if not entry.handle.done():
                 entry.handle.set_exception(error)
         self.bell.ring()
@@ -369,6 +365,16 @@ class Coordinator:
             self._wire.announce(str(end))
         except Exception:
             logger.exception("the other ranks could not be told that rank %d failed", self._wire.rank)
+
+
+def _finished(entries: list[Entry]) -> list[Entry]:
+    """Those of which this was the last part."""
+    finished = []
+    for entry in entries:
+        entry.executed += 1
+        if entry.executed == len(entry.request.shapes):
+            finished.append(entry)
+    return finished
 
 
 def _refusal(response: Response, joined: int) -> FusionError | None:

@@ -6,58 +6,51 @@ time, in the order that all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from coordinator.handle import Handle
 from coordinator.messages import Request, Response
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One submitted request on this rank, with its tensors and its handle.
 
     The entry owns a reference to the tensors until it completes, so that a
-    caller may drop them at once; on completion it lets go of them.
+    caller may drop them at once; nothing keeps it after that.
 
     Attributes:
         inputs: the tensors to read, one for each shape of the request.
-        outputs: where results go, one for each shape, or None where the
-            executor makes the output itself (an all-gather). The same object as
-            the input for an in-place operation.
-        extra: what a collective needs beside (the splits of an all-to-all).
-        unpack: turns the list of outputs into what the handle returns.
-        remaining: parts not executed yet.
+        outputs: where results go, one for each shape; a list where the executor
+            makes the outputs itself (an all-gather) and there is None so far. The
+            same object as the input for an in-place operation.
         enqueued_at: `time.monotonic()` of the submission.
+        extra: what a collective needs beside (the splits of an all-to-all).
+        unpack: turns the list of outputs into what the handle returns; None for the first output.
+        executed: how many parts have been executed.
     """
 
-    __slots__ = ("enqueued_at", "extra", "handle", "inputs", "outputs", "remaining", "request", "unpack")
+    request: Request
+    inputs: Sequence[Any]
+    outputs: Any
+    handle: Handle
+    enqueued_at: float
+    extra: Any = None
+    unpack: Callable[[list[Any]], Any] | None = None
+    executed: int = 0
 
-    def __init__(
-        self,
-        request: Request,
-        inputs: Sequence[Any],
-        outputs: list[Any],
-        handle: Handle,
-        *,
-        enqueued_at: float,
-        extra: Any = None,
-        unpack: Any = None,
-    ) -> None:
-        self.request = request
-        self.inputs = inputs
-        self.outputs = outputs
-        self.handle = handle
-        self.enqueued_at = enqueued_at
-        self.extra = extra
-        self.unpack = unpack
-        self.remaining = len(request.shapes)
-
-    def release(self) -> None:
-        """Let go of the tensors, before the handle completes."""
-        self.inputs = ()
-        self.outputs = []
-        self.extra = None
-        self.unpack = None
+    def convert(self) -> None:
+        """Complete the handle with what `unpack` makes of the outputs, if that is asked for."""
+        if self.unpack is None:
+            return
+        try:
+            result = self.unpack(self.outputs)
+        except Exception as error:  # noqa: BLE001 - the data arrived; only this caller's conversion failed.
+            self.handle.set_exception(error)
+        else:
+            self.handle.set_result(result)
 
 
 class Executor(Protocol):

@@ -15,12 +15,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 logger = logging.getLogger("fusion")
 
 _PENDING = object()
+_FAILED = object()
 
 
 class Bell:
@@ -32,7 +35,8 @@ class Bell:
 
     def __init__(self, urge: Callable[[], None] = lambda: None) -> None:
         self.urge = urge
-        self._condition = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self._condition = threading.Condition(self.lock)
 
     def ring(self) -> None:
         """Wake every waiter; called after handles were completed."""
@@ -48,21 +52,20 @@ class Bell:
             return self._condition.wait_for(done, timeout)
 
 
-class Handle:
+class Handle(msgspec.Struct, eq=False, weakref=True):
     """The future result of one operation.
+
+    A msgspec struct, because it is made in a third of the time of a class with an `__init__`.
 
     Attributes:
         name: the tensor's name, as other ranks know it.
     """
 
-    __slots__ = ("_bell", "_callbacks", "_error", "_result", "name")
-
-    def __init__(self, name: str, bell: Bell) -> None:
-        self.name = name
-        self._bell = bell
-        self._result: Any = _PENDING
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Handle], None]] | None = None
+    name: str
+    _bell: Bell
+    _result: Any = _PENDING
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[Handle], None]] | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._error else "done"
@@ -70,7 +73,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the operation has completed or failed."""
-        return self._result is not _PENDING or self._error is not None
+        return self._result is not _PENDING
 
     def running(self) -> bool:
         """Whether the operation is still pending."""
@@ -91,15 +94,16 @@ class Handle:
             TimeoutError: it is not there yet; the operation goes on.
             FusionError: the operation failed; the message says why.
         """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error.with_traceback(None)  # Shared by many handles: it must not collect their frames.
+        if self._result is _PENDING:
+            self._wait(timeout)
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # Many handles share it: no frames.
         return self._result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error the operation failed with, or None; waits as `result` does."""
-        if not self.done() and not self._bell.wait_until(self.done, timeout):
-            raise TimeoutError(f"'{self.name}' is not complete after {timeout} s; it is still pending")
+        if self._result is _PENDING:
+            self._wait(timeout)
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
@@ -107,31 +111,48 @@ class Handle:
 
         It runs on the cycle thread and must not wait for another handle.
         """
-        with self._bell._condition:
-            if not self.done():
-                if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        with self._bell.lock:
+            if self._callbacks is None:
+                self._callbacks = []
+        self._callbacks.append(callback)
+        if self.done():
+            self._call_back()
 
     def set_result(self, result: Any) -> None:
         """Complete with an output. For the runtime; the caller then rings the bell."""
-        self._complete(result, None)
+        self._result = result
+        if self._callbacks is not None:
+            self._call_back()
 
     def set_exception(self, error: BaseException) -> None:
         """Complete with an error. For the runtime; the caller then rings the bell."""
-        self._complete(_PENDING, error)
+        self._error = error
+        self.set_result(_FAILED)
 
-    def _complete(self, result: Any, error: BaseException | None) -> None:
-        with self._bell._condition:
-            self._result, self._error = result, error
-            callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
+    def _wait(self, timeout: float | None) -> None:
+        if not self._bell.wait_until(self.done, timeout):
+            raise TimeoutError(f"'{self.name}' is not complete after {timeout} s; it is still pending")
+
+    def _call_back(self) -> None:
+        """Call what was added so far; a callback added meanwhile is called once, here or by who added it."""
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # The other thread took the last one.
+                return
             try:
                 callback(self)
             except Exception:  # As in `concurrent.futures`: a callback cannot harm the runtime.
                 logger.exception("a callback of '%s' failed", self.name)
+
+
+def complete_all(handles: Sequence[Handle], results: Iterable[Any]) -> None:
+    """Complete each handle with its output, as `set_result` does."""
+    for handle, result in zip(handles, results, strict=True):
+        handle._result = result
+        if handle._callbacks is not None:
+            handle._call_back()
 
 
 def wait_all(handles: list[Handle], timeout: float | None = None) -> None:

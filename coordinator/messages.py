@@ -8,7 +8,7 @@ tensor is a name, a shape, a dtype name and a device kind.
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property
 from math import prod
 
 import msgspec
@@ -72,7 +72,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
     """First byte inside the arena."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, dict=True):
     """One rank's wish to run a collective on one tensor, or on a group as one.
 
     Two ranks mean the same collective exactly when their requests are equal, so
@@ -91,22 +91,17 @@ class Request(msgspec.Struct, frozen=True):
     codec: str = "none"
     region: Region | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Payload in bytes on one rank; free dimensions count as one."""
-        return _nbytes(self.dtypes, self.shapes)
+        return sum(
+            ITEM_SIZE[dtype] * prod(abs(dim) for dim in shape)
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
 
     def encode(self) -> bytes:
         """The same bytes for equal requests, on every rank and in every run."""
         return _ENCODER.encode(self)
-
-
-@lru_cache(maxsize=1 << 14)  # Asked once a submission, for the same few shapes every step.
-def _nbytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
-    return sum(
-        ITEM_SIZE[dtype] * prod(abs(dim) for dim in shape)
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    )
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -136,7 +131,7 @@ class Part(msgspec.Struct, frozen=True):
         return self.count * ITEM_SIZE[self.dtype]
 
 
-class Response(msgspec.Struct, frozen=True):
+class Response(msgspec.Struct, frozen=True, dict=True):
     """What all ranks agreed to run as one collective, in this order of parts.
 
     All parts share kind, op, dtype, scale factors, root, device and codec. Only
@@ -152,6 +147,16 @@ class Response(msgspec.Struct, frozen=True):
         """Any request of the response: what they share can be read from it."""
         return self.parts[0].request
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the request of each part."""
+        return tuple(part.request.name for part in self.parts)
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether some request has more parts than one, which other responses may have."""
+        return any(len(part.request.shapes) != 1 for part in self.parts)

@@ -30,8 +30,8 @@ from enum import IntFlag
 import msgspec
 import numpy as np
 
-from coordinator.messages import Request
-from coordinator.registry import Registry
+from coordinator.messages import OpKind, Request
+from coordinator.registry import Registry, Slots
 from coordinator.reports import Report, Resolution, resolve
 from coordinator.wire import Words
 
@@ -104,12 +104,30 @@ class Negotiator:
         """Requests of this rank that are not ready everywhere yet."""
         return len(self._unregistered) + self._waiting_count
 
+    def submit_all(self, requests: Sequence[Request], now: float) -> dict[str, str]:
+        """Take part in requests from the next cycle on, as `submit` does; the reasons by name."""
+        slots: Slots | None = None
+        refused: dict[str, str] = {}
+        if not self._poisoned and not self.registry.ambiguous:
+            slots = self.registry.slots(requests)
+        if slots is not None:
+            self._wait_for(slots)
+            return refused
+        for request in requests:
+            reason = self.submit(request, now)
+            if reason is not None:
+                refused[request.name] = reason
+        return refused
+
     def submit(self, request: Request, now: float) -> str | None:
         """Take part in a request from the next cycle on.
 
         Returns the reason if the other ranks have failed this name already, while
         this rank had not submitted it; the request is then not taken.
         """
+        if request.kind == OpKind.JOIN:
+            self.join()
+            return None
         reason = self._poisoned.pop(request.name, None)
         if reason is not None:
             return reason
@@ -118,7 +136,7 @@ class Negotiator:
         if slot is None:
             self._unregistered[request.name] = request
         else:
-            self._wait_for(slot)
+            self._wait_for(np.array([slot]))
         if variants > (slot is not None):
             self._probes[request.name] = (now + FIRST_PROBE_S, FIRST_PROBE_S)
         return None
@@ -208,7 +226,7 @@ class Negotiator:
             slot = self.registry.add(request)
             if self._unregistered.get(request.name) == request:
                 del self._unregistered[request.name]
-                self._wait_for(slot)
+                self._wait_for(np.array([slot]))
         return resolution
 
     def join(self) -> None:
@@ -240,10 +258,10 @@ class Negotiator:
             more = max(slots, 2 * len(self._waiting)) - len(self._waiting)
             self._waiting = np.concatenate([self._waiting, np.zeros(-(-more // 64) * 64, dtype=np.bool_)])
 
-    def _wait_for(self, slot: int) -> None:
-        self._reserve(slot + 1)
-        self._waiting[slot] = True
-        self._waiting_count += 1
+    def _wait_for(self, slots: Slots) -> None:
+        self._reserve(int(slots.max(initial=-1)) + 1)
+        self._waiting[slots] = True
+        self._waiting_count += len(slots)
 
     def _stop_waiting(self, slot: int) -> bool:
         was_waiting = slot < len(self._waiting) and bool(self._waiting[slot])
@@ -268,7 +286,7 @@ class Negotiator:
     def _register_first(self, count: int) -> None:
         for request in list(self._unregistered.values())[:count]:
             del self._unregistered[request.name]
-            self._wait_for(self.registry.add(request))
+            self._wait_for(np.array([self.registry.add(request)]))
 
     def _digest(self) -> int:
         if not self._proposed:

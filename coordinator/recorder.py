@@ -19,7 +19,6 @@ from coordinator.timeline import Timeline, timeline_path
 
 PHASES = ("queued", "negotiate", "pack", "reduce", "unpack")
 _WITHOUT_TENSORS = (OpKind.BARRIER, OpKind.ARENA)
-_MOST_SIZES = 4096
 
 
 class Recorder:
@@ -47,7 +46,6 @@ class Recorder:
         self._cycles = self._responses = self._tensors = self._bytes = 0
         self._buffers = self._reduced_tensors = self._reduced_bytes = 0
         self._cycle_start = 0.0
-        self._sizes: dict[int, tuple[Response, int]] = {}
         self._timeline: Timeline | None = None
         if timeline is not None:
             self.start_timeline(timeline)
@@ -62,19 +60,21 @@ class Recorder:
         if timeline is not None:
             timeline.cycle(start, stop, ready)
 
-    def queued(self, entries: Sequence[Entry], negotiated: float) -> None:
+    def queued(self, response: Response, entries: Sequence[Entry], negotiated: float) -> None:
         """The entries of a response were agreed at `negotiated`, in the last round.
 
         They were queued until that round began, which includes the wait for ranks
         that were late with them.
         """
         begun = self._cycle_start
-        # A group's entry comes once for each of its tensors, and may be spread over several responses.
-        fresh = [e for e in dict.fromkeys(entries) if e.remaining == len(e.request.shapes)]
-        self._seconds["queued"] += sum(max(0.0, begun - entry.enqueued_at) for entry in fresh)
+        if response.grouped:
+            # A group's entry comes once for each of its tensors, and may be spread over several responses.
+            entries = [entry for entry in dict.fromkeys(entries) if not entry.executed]
+        queued = begun * len(entries) - sum([entry.enqueued_at for entry in entries])
+        self._seconds["queued"] += max(queued, 0.0)
         timeline = self._timeline
         if timeline is not None:
-            for entry in fresh:
+            for entry in entries:
                 name, nbytes = (entry.request.name,), entry.request.nbytes
                 began = max(entry.enqueued_at, begun)
                 timeline.span("queued", name, entry.enqueued_at, began, nbytes)
@@ -92,7 +92,7 @@ class Recorder:
         self._responses += 1
         if response.kind in _WITHOUT_TENSORS:
             return
-        tensors, nbytes = len(response.parts), self._nbytes(response)
+        tensors, nbytes = len(response.parts), response.nbytes
         self._tensors += tensors
         self._bytes += nbytes
         if response.kind == OpKind.ALLREDUCE:
@@ -138,15 +138,3 @@ class Recorder:
     def close(self) -> None:
         """End the trace. The totals can still be read."""
         self.stop_timeline()
-
-    def _nbytes(self, response: Response) -> int:
-        """Payload of a response; remembered, since a plan runs the same ones every step.
-
-        The response is kept with its size, so that its `id` stays its own.
-        """
-        known = self._sizes.get(id(response))
-        if known is None:
-            if len(self._sizes) >= _MOST_SIZES:
-                self._sizes.clear()
-            known = self._sizes[id(response)] = (response, response.nbytes)
-        return known[1]

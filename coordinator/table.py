@@ -1,7 +1,9 @@
 """The tensor table: the only state that user threads and the cycle thread share.
 
-User threads add entries, the cycle thread drains and removes them. The lock is
-private and is never held while anything else is called.
+User threads add entries, the cycle thread drains and removes them. There is no
+lock: a burst of submissions would be slowed by it, and held up whenever the
+thread that has it loses the interpreter. Each step is one atomic operation of a
+dict or a deque, and the order of the steps makes every interleaving right.
 
 Guarantees: a name is in the table from `add` until `remove`, so two live
 operations of one rank never share a name; after `close` nothing is added, and
@@ -10,7 +12,9 @@ every entry that was in the table has been handed to the closer exactly once.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
+from collections.abc import Iterable
+from itertools import repeat
 
 from coordinator.doorbell import Doorbell
 from coordinator.errors import DuplicateNameError
@@ -18,14 +22,22 @@ from coordinator.executor import Entry
 
 
 class TensorTable:
-    """Entries in flight on this rank, by name."""
+    """Entries in flight on this rank, by name.
 
-    def __init__(self, doorbell: Doorbell) -> None:
+    Args:
+        doorbell: rung for the first entry since the last `drain`, for the one that
+            makes a buffer full, and by `urge`. One ring for every entry would wake
+            the cycle thread a thousand times to go back to sleep.
+        full: bytes of a full buffer.
+    """
+
+    def __init__(self, doorbell: Doorbell, full: int) -> None:
         self._doorbell = doorbell
-        self._lock = threading.Lock()
+        self._full = full
         self._live: dict[str, Entry] = {}
-        self._fresh: list[Entry] = []
-        self._fresh_bytes = 0
+        self._fresh: deque[Entry] = deque()
+        self._fresh_bytes = 0  # About: two threads that add at once may count one entry for two.
+        self._drained = True
         self._urged = False
         self._closed: BaseException | None = None
 
@@ -36,72 +48,75 @@ class TensorTable:
             DuplicateNameError: an entry of that name is in flight.
             BaseException: what the table was closed with.
         """
-        name = entry.request.name
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
-            if name in self._live:
-                raise DuplicateNameError(
-                    f"'{name}' is already in flight on this rank: wait for its handle before "
-                    "submitting the name again, or give the second tensor a name of its own"
-                )
-            self._live[name] = entry
-            self._fresh.append(entry)
-            self._fresh_bytes += entry.request.nbytes
-        self._doorbell.ring()
+        request = entry.request
+        if self._live.setdefault(request.name, entry) is not entry:
+            raise DuplicateNameError(
+                f"'{request.name}' is already in flight on this rank: wait for its handle before "
+                "submitting the name again, or give the second tensor a name of its own"
+            )
+        # Looked at after the entry is in: either the closer finds it, or it is taken back here.
+        if self._closed is not None and self._live.pop(request.name, None) is not None:
+            raise self._closed.with_traceback(None)
+        self._fresh.append(entry)
+        before = self._fresh_bytes
+        self._fresh_bytes = after = before + request.nbytes
+        # Looked at after the entry is in: a drain that misses it says so before.
+        if self._drained or before < self._full <= after:
+            self._drained = False
+            self._doorbell.ring()
 
     def urge(self) -> None:
         """A caller is about to wait: entries not drained yet should go now."""
-        with self._lock:
-            if not self._fresh or self._urged:
-                return
+        if self._fresh and not self._urged:
             self._urged = True
-        self._doorbell.ring()
+            self._doorbell.ring()
 
     def fresh(self) -> tuple[int, float | None, bool]:
-        """Bytes waiting to be drained, since when (`time.monotonic`), and whether urged."""
-        with self._lock:
-            since = self._fresh[0].enqueued_at if self._fresh else None
-            return self._fresh_bytes, since, self._urged
+        """Bytes not drained yet, since when (`time.monotonic`), and whether urged. Cycle thread only."""
+        since = self._fresh[0].enqueued_at if self._fresh else None
+        return self._fresh_bytes, since, self._urged
 
     def drain(self) -> list[Entry]:
         """Take the entries added since the last call, in their order. Cycle thread only."""
-        with self._lock:
-            fresh, self._fresh = self._fresh, []
-            self._fresh_bytes, self._urged = 0, False
-        return fresh
+        self._drained, self._urged, self._fresh_bytes = True, False, 0
+        take = self._fresh.popleft
+        return [take() for _ in range(len(self._fresh))]
 
     def get(self, name: str) -> Entry | None:
-        """The live entry of that name. A dict look-up is atomic, so it takes no lock."""
+        """The live entry of that name."""
         return self._live.get(name)
+
+    def get_all(self, names: Iterable[str]) -> list[Entry | None]:
+        """The live entries of these names."""
+        return list(map(self._live.get, names))
 
     def oldest(self) -> float | None:
         """When the entry that is longest in flight was submitted."""
-        with self._lock:
-            return next((entry.enqueued_at for entry in self._live.values()), None)
+        return next((entry.enqueued_at for entry in self._entries()), None)
 
     def ages(self, now: float) -> dict[str, float]:
         """Seconds in flight, by name."""
-        with self._lock:
-            return {name: now - entry.enqueued_at for name, entry in self._live.items()}
+        return {entry.request.name: now - entry.enqueued_at for entry in self._entries()}
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Free the names; called before their handles complete, so that a waiter
         may submit the same name at once."""
-        with self._lock:
-            for name in names:
-                self._live.pop(name, None)
+        deque(map(self._live.pop, names, repeat(None)), maxlen=0)  # A loop, but not an interpreted one.
 
     def close(self, error: BaseException) -> list[Entry]:
         """Refuse further entries with `error` and hand over all live ones."""
-        with self._lock:
-            if self._closed is None:
-                self._closed = error
-            live = list(self._live.values())
-            self._live.clear()
-            self._fresh.clear()
-            self._fresh_bytes = 0
-        return live
+        if self._closed is None:
+            self._closed = error
+        live = []
+        while self._live:
+            live.append(self._live.popitem()[1])
+        self._fresh.clear()
+        self._fresh_bytes = 0
+        return live[::-1]
+
+    def _entries(self) -> list[Entry]:
+        """The live entries in the order they were added, while other threads add more."""
+        return list(self._live.values())
 
     def __len__(self) -> int:
         return len(self._live)

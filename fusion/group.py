@@ -43,6 +43,8 @@ class Group:
         number: of the set.
         ranks: its members, as ranks of the world, in the order of `comm`.
         topology: of the members.
+        add: what `submit` does with an entry, for a caller that makes its own.
+        bell: of the handles.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Group:
         self.coordinator = Coordinator(
             wire, wrap(executor), _settings(config), recorder, name=f"fusion-cycle-{number}"
         )
+        self.add, self.bell = self.coordinator.submit, self.coordinator.bell
         self._names = _Names(self.coordinator.in_flight)
 
     def start(self) -> None:
@@ -75,7 +78,7 @@ class Group:
         self,
         request: Request,
         inputs: Sequence[torch.Tensor],
-        outputs: list[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
         *,
         extra: Any = None,
         unpack: Callable[[list[Any]], Any] | None = None,
@@ -86,10 +89,8 @@ class Group:
             DuplicateNameError: the name is in flight on this rank.
             FusionError: the runtime has ended; says why.
         """
-        handle = Handle(request.name, self.coordinator.bell)
-        self.coordinator.submit(
-            Entry(request, inputs, outputs, handle, enqueued_at=time.monotonic(), extra=extra, unpack=unpack)
-        )
+        handle = Handle(request.name, self.bell)
+        self.add(Entry(request, inputs, outputs, handle, time.monotonic(), extra, unpack))
         return handle
 
     def unnamed(self, kind: str, *, blocking: bool) -> str:

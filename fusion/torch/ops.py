@@ -19,7 +19,7 @@ process_set     the ranks that take part, by default all. Only they may call; av
                 and the order of gathered rows are those of the set.
 
 Integers keep their dtype: a sum wraps around at the limits of the dtype and an
-average is rounded down. For bool, Sum and Max mean "any" and Min means "all".
+average is truncated toward zero. For bool, Sum and Max mean "any" and Min means "all".
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fusion import runtime
 from fusion.torch.compression import Compression, Compressor
 from fusion.torch.forms import Form, forms
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
+from fusion.torch.repeats import quick
 from fusion.torch.submission import Collective, Options
 
 Average = ReduceOp.AVERAGE
@@ -225,7 +226,11 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter, for GP
 
 def poll(handle: Handle) -> bool:
     """Whether the operation is complete, so that `synchronize` will not wait."""
-    return _future(handle).done()
+    try:
+        done = handle.done
+    except AttributeError:
+        raise _no_handle(handle) from None
+    return done()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -234,14 +239,15 @@ def synchronize(handle: Handle) -> Any:
     Raises:
         FusionError: the operation failed; the message says why and on which rank.
     """
-    return _future(handle).result()
+    try:
+        result = handle.result
+    except AttributeError:
+        raise _no_handle(handle) from None
+    return result()
 
 
-def _future(handle: Any) -> Handle:
-    if not hasattr(handle, "result"):
-        raise TypeError(f"expected the handle of an asynchronous operation, got {type(handle).__name__}")
-    found: Handle = handle
-    return found
+def _no_handle(handle: object) -> TypeError:
+    return TypeError(f"expected the handle of an asynchronous operation, got {type(handle).__name__}")
 
 
 _FORMS: dict[str, Form] = {
@@ -250,8 +256,8 @@ _FORMS: dict[str, Form] = {
 
 allreduce = _FORMS["allreduce"]
 allreduce_ = _FORMS["allreduce_"]
-allreduce_async = _FORMS["allreduce_async"]
-allreduce_async_ = _FORMS["allreduce_async_"]
+allreduce_async = quick(COLLECTIVES["allreduce"], _FORMS["allreduce_async"], in_place=False)
+allreduce_async_ = quick(COLLECTIVES["allreduce"], _FORMS["allreduce_async_"], in_place=True)
 grouped_allreduce = _FORMS["grouped_allreduce"]
 grouped_allreduce_ = _FORMS["grouped_allreduce_"]
 grouped_allreduce_async = _FORMS["grouped_allreduce_async"]

@@ -7,7 +7,7 @@ names the tensor, and leaves nothing behind on this or any other rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,6 +18,9 @@ from fusion import dtypes
 from fusion.arrays import Restore, as_tensor
 from fusion.torch.compression import Compressor, NoneCompressor
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, root_in
+
+if TYPE_CHECKING:
+    from fusion.group import Group
 
 Unpack = Callable[[list[Any]], Any]
 """Turns the outputs of an operation into what its handle returns."""
@@ -56,6 +59,23 @@ class Collective(msgspec.Struct, frozen=True):
     """The executor makes the output, whose shape is not known at submission."""
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """A checked call, ready to be queued; the fields are the arguments of `Group.submit`."""
+
+    group: Group
+    request: Request
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor | None]
+    extra: Any
+    unpack: Unpack | None
+
+    def submit(self) -> Handle:
+        """Queue it."""
+        return self.group.submit(
+            self.request, self.inputs, self.outputs, extra=self.extra, unpack=self.unpack
+        )
+
+
 def submit(
     collective: Collective,
     arrays: Sequence[Any],
@@ -65,7 +85,22 @@ def submit(
     grouped: bool,
     blocking: bool,
 ) -> Handle:
-    """Check, describe and queue one call.
+    """Check, describe and queue one call; raises what `prepare` raises."""
+    return prepare(
+        collective, arrays, options, in_place=in_place, grouped=grouped, blocking=blocking
+    ).submit()
+
+
+def prepare(
+    collective: Collective,
+    arrays: Sequence[Any],
+    options: Options,
+    *,
+    in_place: bool,
+    grouped: bool,
+    blocking: bool,
+) -> Submission:
+    """Check and describe one call.
 
     Raises:
         TypeError: an argument is of a kind or dtype that cannot be used.
@@ -91,7 +126,7 @@ def submit(
         unpack: Unpack | None = _unpack_alltoall(restores[0], options.splits)
     else:
         unpack = _unpack(restores, arrays if in_place else None, grouped)
-    return group.submit(request, inputs, outputs, extra=extra, unpack=unpack)
+    return Submission(group, request, inputs, outputs, extra, unpack)
 
 
 def describe(collective: Collective, tensors: Sequence[torch.Tensor], options: Options, name: str) -> Request:

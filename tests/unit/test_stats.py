@@ -87,7 +87,8 @@ def test_idle_rounds_are_counted_but_take_no_negotiation_time() -> None:
 def test_an_entry_is_queued_until_the_round_that_agreed_it_began() -> None:
     recorder = Recorder()
     recorder.cycle(3.0, 3.5, 2)
-    recorder.queued([entry(request("a", (1,)), 1.0), entry(request("b", (1,)), 2.5)], 3.5)
+    both = [entry(request("a", (1,)), 1.0), entry(request("b", (1,)), 2.5)]
+    recorder.queued(response(*(each.request for each in both)), both, 3.5)
     assert recorder.stats().queued_s == 2.5
 
 
@@ -95,9 +96,9 @@ def test_a_group_is_queued_once_however_many_tensors_it_has() -> None:
     recorder = Recorder()
     group = entry(request("g", (1,), (1,), (1,)), 1.0)
     recorder.cycle(3.0, 3.5, 1)
-    recorder.queued([group, group], 3.5)
-    group.remaining = 1
-    recorder.queued([group], 3.5)
+    recorder.queued(response(group.request), [group, group], 3.5)
+    group.executed = 2
+    recorder.queued(response(group.request), [group], 3.5)
     assert recorder.stats().queued_s == 2.0
 
 

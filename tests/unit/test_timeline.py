@@ -19,7 +19,7 @@ from coordinator import json_array
 from coordinator.executor import Entry
 from coordinator.handle import Bell, Handle
 from coordinator.json_array import PAGE, JsonArray
-from coordinator.messages import OpKind, Request
+from coordinator.messages import OpKind, Part, Request, Response
 from coordinator.recorder import Recorder
 from coordinator.timeline import Timeline, timeline_path
 
@@ -277,7 +277,8 @@ def test_the_life_of_a_tensor_is_on_its_row(tmp_path: Path) -> None:
     recorder = Recorder(timeline=str(tmp_path / "t.json"))
     wanted = Request("w", OpKind.ALLREDUCE, ("float32",), ((6,),))
     recorder.cycle(2.0, 3.0, 1)
-    recorder.queued([Entry(wanted, [], [], Handle("w", Bell()), enqueued_at=1.0)], 3.0)
+    response = Response(OpKind.ALLREDUCE, "float32", (Part(wanted, 0),))
+    recorder.queued(response, [Entry(wanted, [], [], Handle("w", Bell()), enqueued_at=1.0)], 3.0)
     for at, phase in enumerate(("pack", "reduce", "unpack"), start=3):
         recorder.span(phase, ["w"], at, at + 1.0, 24)
     recorder.close()
