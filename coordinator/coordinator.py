@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import msgspec
+import numpy as np
 
 from coordinator import pace
 from coordinator.doorbell import Doorbell
@@ -37,6 +38,7 @@ from coordinator.messages import OpKind, ReduceOp, Request, Response
 from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import fuse
 from coordinator.recorder import Recorder
+from coordinator.registry import Slots
 from coordinator.reports import Report, merge, rank_list
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
@@ -105,7 +107,7 @@ class Coordinator:
         self.bell = Bell(self._table.urge)
         self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity)
         self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
-        self._plans: dict[tuple[int, ...], tuple[Response, ...]] = {}
+        self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
         self._plans_version = 0
         self._leaving: str | None = None
         self._progressed_at = clock()
@@ -240,9 +242,10 @@ class Coordinator:
                 checked = now
 
     def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
-        for response in self._plan(ready):
+        responses, slots = self._plan(ready)
+        for response in responses:
             self._run_response(response, negotiated)
-        self._negotiator.executed(ready)
+        self._negotiator.executed(slots)
         self._progressed_at = self._clock()
 
     def _run_response(self, response: Response, negotiated: float) -> None:
@@ -262,7 +265,8 @@ class Coordinator:
         self._recorder.response(response)
         self._complete(_finished(entries) if response.grouped else entries)
 
-    def _plan(self, ready: tuple[int, ...]) -> tuple[Response, ...]:
+    def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
+        """What to run for an agreed set, and the set once more."""
         registry = self._negotiator.registry
         if registry.version != self._plans_version:
             self._plans.clear()
@@ -271,8 +275,8 @@ class Coordinator:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = fuse(map(registry.request, ready), self._settings.fusion_threshold)
-            self._plans[ready] = plan
+            responses = fuse(map(registry.request, ready), self._settings.fusion_threshold)
+            plan = self._plans[ready] = responses, np.array(ready)
         return plan
 
     def _present(self, names: Iterable[str]) -> list[Entry]:
@@ -281,7 +285,7 @@ class Coordinator:
     def _entries(self, response: Response) -> list[Entry]:
         """This rank's entries for the parts of a response; stand-ins if it has joined."""
         found = self._table.get_all(response.names)
-        if None in found:
+        if not all(found):
             found = [
                 self._absent(part.request) if entry is None else entry
                 for part, entry in zip(response.parts, found, strict=True)

@@ -183,7 +183,7 @@ class Negotiator:
             leaving=bool(flags & Flag.LEAVE),
         )
 
-    def executed(self, slots: Sequence[int]) -> None:
+    def executed(self, slots: Slots) -> None:
         """Note that agreed slots have run, and evict beyond the capacity."""
         self.registry.executed(slots)
         for slot, request in self.registry.evict():

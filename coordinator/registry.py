@@ -108,10 +108,10 @@ class Registry:
         self.ambiguous += len(siblings) == 2
         return slot
 
-    def executed(self, slots: Sequence[int]) -> None:
+    def executed(self, slots: Slots) -> None:
         """Note that these slots just ran together, which makes them the last used."""
         self._runs += 1
-        self._last_run[list(slots)] = self._runs
+        self._last_run[slots] = self._runs
 
     def evict(self) -> list[tuple[int, Request]]:
         """Drop the least recently used executed requests beyond the capacity."""

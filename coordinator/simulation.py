@@ -71,7 +71,7 @@ class Fabric:
         )
         if outcome.ready:
             for negotiator in self.ranks:
-                negotiator.executed(outcome.ready)
+                negotiator.executed(np.array(outcome.ready, dtype=np.int64))
         if outcome.exchange:
             self._exchange(outcome)
         return list(ready)

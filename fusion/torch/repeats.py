@@ -47,6 +47,7 @@ class _Known(msgspec.Struct, frozen=True):
 def quick(collective: Collective, form: Form, *, in_place: bool) -> Form:
     """`form`, an asynchronous form of the all-reduce of one tensor, made to remember earlier calls."""
     memory: dict[str | None, _Known] = {}
+    plain, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
 
     @functools.wraps(form)
     def quick_form(  # noqa: PLR0917, the order that scripts use
@@ -62,15 +63,14 @@ def quick(collective: Collective, form: Form, *, in_place: bool) -> Form:
         known = memory.get(name)
         if (
             known is not None
-            and type(tensor) is torch.Tensor
+            and type(tensor) in plain
             and tensor.dtype is known.dtype
             and tensor.shape == known.shape
             and asked == known.asked
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.requires_grad
             and process_set is global_process_set
+            and tensor.is_cpu
+            and tensor.layout is strided
+            and tensor.is_contiguous()
             and runtime.current().world is known.group
         ):
             group, request, inputs = known.group, known.request, (tensor,)
