@@ -70,7 +70,7 @@ class Config(Struct, frozen=True, kw_only=True):
             description="Size of one message of the ring between nodes.",
             extra={"unit": "KiB"},
         ),
-    ] = 512
+    ] = 60
     stall_warning_s: Annotated[
         float,
         Meta(
