@@ -7,4 +7,6 @@ from horovod.torch import mpi_ops as mpi_ops
 from horovod.torch import optimizer as optimizer
 from horovod.torch import sync_batch_norm as sync_batch_norm
 
-broadcast_optimizer_state = functions.broadcast_optimizer_state  # in place of the face's
+# In place of the face's:
+broadcast_optimizer_state = functions.broadcast_optimizer_state
+DistributedOptimizer = optimizer.DistributedOptimizer
