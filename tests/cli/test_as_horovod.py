@@ -1,4 +1,4 @@
-"""`fusion run --as-horovod`: scripts that import Horovod run on this runtime, unchanged and in their ranks only."""
+"""`fusion run --as-horovod`: scripts for Horovod run on this runtime, unchanged, in their ranks only."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_sets_may_be_nested(hvd: ModuleType) -> None:
 def test_an_error_in_a_set_names_ranks_among_all(hvd: ModuleType) -> None:
     outer = hvd.add_process_set([0, 2])
     if outer.included():
-        with pytest.raises(hvd.MismatchError, match="rank 0: shape .*; rank 2: shape") as caught:
+        with pytest.raises(hvd.MismatchError, match=r"rank 0: shape .*; rank 2: shape") as caught:
             hvd.allreduce(torch.ones(hvd.rank() + 1), name="uneven", process_set=outer)
         assert "rank 1:" not in str(caught.value)
     hvd.remove_process_set(outer)
