@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
     "LBFGS": {},
     "Adafactor": {},
     "Muon": {},
+    "SparseAdam": {},
     "Adam tensor options": {"lr": torch.tensor(0.01), "foreach": False},
 }
 
@@ -52,6 +53,9 @@ def take_steps(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -
         model.zero_grad()
         value = loss(model, 0, 0)
         value.backward()
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.to_sparse()
         return value
 
     for _ in range(steps):
@@ -78,6 +82,15 @@ def assert_equal(mine: Any, roots: Any, where: str = "state") -> None:
 
 def pickled_state(hvd: Any, optimizer: torch.optim.Optimizer) -> Any:
     return hvd.allgather_object(optimizer.state_dict())[0]
+
+
+def test_no_optimizer_of_this_torch_is_left_out() -> None:
+    classes = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert classes - {"Optimizer"} <= {title.partition(" ")[0] for title in OPTIMIZERS}
 
 
 @ranks(2)
