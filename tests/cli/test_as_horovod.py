@@ -41,7 +41,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.util import num_rank_is_power_2, split_list
-from horovod.torch.mpi_ops import Sum, _basics, synchronize
+from horovod.torch.elastic.state import ObjectState, TorchState
+from horovod.torch.mpi_ops import Sum, _basics, gpu_available, synchronize
 from horovod.torch.optimizer import _DistributedOptimizer
 
 import fusion.torch

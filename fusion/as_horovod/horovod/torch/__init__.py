@@ -1,6 +1,7 @@
 """`import horovod.torch as hvd`: the face `fusion.torch`."""
 
 from fusion.torch import *  # noqa: F403
+from horovod.common.util import check_extension as check_extension
 from horovod.torch import compression as compression
 from horovod.torch import functions as functions
 from horovod.torch import mpi_ops as mpi_ops
