@@ -356,12 +356,11 @@ class Coordinator:
     def _break(self, error: BaseException) -> None:
         """The cycle thread cannot go on: tell this rank's callers and the other ranks."""
         self._broken = True
+        me = self._wire.ranks[self._wire.rank]
         if isinstance(error, FusionError):
             end: FusionError = error
         else:
-            end = RuntimeBrokenError(
-                f"the cycle thread of rank {self._wire.ranks[self._wire.rank]} failed: {error!r}"
-            )
+            end = RuntimeBrokenError(f"the cycle thread of rank {me} failed: {error!r}")
             end.__cause__ = error
             logger.error("%s", end, exc_info=error)
         self._end(end)
@@ -370,9 +369,7 @@ class Coordinator:
         try:
             self._wire.announce(str(end))
         except Exception:
-            logger.exception(
-                "the other ranks could not be told that rank %d failed", self._wire.ranks[self._wire.rank]
-            )
+            logger.exception("the other ranks could not be told that rank %d failed", me)
 
 
 def _finished(entries: list[Entry]) -> list[Entry]:
