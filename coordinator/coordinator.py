@@ -105,8 +105,8 @@ class Coordinator:
         self._doorbell = Doorbell()
         self._table = TensorTable(self._doorbell, settings.fusion_threshold)
         self.bell = Bell(self._table.urge)
-        self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity)
-        self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
+        self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity, wire.ranks)
+        self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s, wire.ranks)
         self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
         self._plans_version = 0
         self._leaving: str | None = None
@@ -249,7 +249,7 @@ class Coordinator:
         self._progressed_at = self._clock()
 
     def _run_response(self, response: Response, negotiated: float) -> None:
-        refusal = _refusal(response, self._negotiator.joined)
+        refusal = _refusal(response, self._negotiator.joined, self._wire)
         if refusal is not None:
             self._fail(self._present(response.names), refusal)
             return
@@ -319,7 +319,7 @@ class Coordinator:
         report = self._negotiator.report(self._table.ages(now), leaving)
         merged = self._wire.exchange(report, merge)
         if last:
-            self._end(_departure(merged, self._wire.rank))
+            self._end(_departure(merged, self._wire))
             return
         verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
@@ -356,10 +356,11 @@ class Coordinator:
     def _break(self, error: BaseException) -> None:
         """The cycle thread cannot go on: tell this rank's callers and the other ranks."""
         self._broken = True
+        me = self._wire.ranks[self._wire.rank]
         if isinstance(error, FusionError):
             end: FusionError = error
         else:
-            end = RuntimeBrokenError(f"the cycle thread of rank {self._wire.rank} failed: {error!r}")
+            end = RuntimeBrokenError(f"the cycle thread of rank {me} failed: {error!r}")
             end.__cause__ = error
             logger.error("%s", end, exc_info=error)
         self._end(end)
@@ -368,7 +369,7 @@ class Coordinator:
         try:
             self._wire.announce(str(end))
         except Exception:
-            logger.exception("the other ranks could not be told that rank %d failed", self._wire.rank)
+            logger.exception("the other ranks could not be told that rank %d failed", me)
 
 
 def _finished(entries: list[Entry]) -> list[Entry]:
@@ -381,20 +382,20 @@ def _finished(entries: list[Entry]) -> list[Entry]:
     return finished
 
 
-def _refusal(response: Response, joined: int) -> FusionError | None:
+def _refusal(response: Response, joined: int, wire: Wire) -> FusionError | None:
     """Why ranks cannot run a response while others have joined; None if they can."""
     if not joined:
         return None
     request = response.first
-    who = rank_list(joined)
+    who = rank_list(joined, wire.ranks)
     if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
         what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
         return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
     return None
 
 
-def _departure(merged: Report, rank: int) -> FusionError:
-    if rank in merged.leaving:
-        return ShutdownError(f"this rank has left the job: {merged.leaving[rank]}")
-    who = "; ".join(f"rank {other}: {reason}" for other, reason in sorted(merged.leaving.items()))
+def _departure(merged: Report, wire: Wire) -> FusionError:
+    if wire.rank in merged.leaving:
+        return ShutdownError(f"this rank has left the job: {merged.leaving[wire.rank]}")
+    who = "; ".join(f"rank {wire.ranks[other]}: {reason}" for other, reason in sorted(merged.leaving.items()))
     return RankLeftError(f"a rank has left the job, so this operation cannot complete ({who})")

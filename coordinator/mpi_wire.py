@@ -9,7 +9,7 @@ MPI_THREAD_MULTIPLE.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,12 +30,14 @@ class MpiWire:
 
     Args:
         comm: duplicated here; collective.
+        ranks: its members' ranks among all ranks, for messages; default their places.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> None:
         self._comm = comm.Dup()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
+        self.ranks = range(self.size) if ranks is None else ranks
         self._waiter = Waiter(self.check)
         self._request: MPI.Request | None = None
         self._sent: Words = np.empty(0, dtype=np.uint64)
@@ -92,7 +94,7 @@ class MpiWire:
             status = MPI.Status()
             if self._comm.Iprobe(MPI.ANY_SOURCE, _FAILURE_TAG, status):
                 reason = pickle.loads(self._comm.recv(source=status.source, tag=_FAILURE_TAG))
-                self._failed = RankLeftError(f"rank {status.source} failed: {reason}")
+                self._failed = RankLeftError(f"rank {self.ranks[status.source]} failed: {reason}")
         if self._failed is not None:
             raise self._failed
 

@@ -83,11 +83,13 @@ class Negotiator:
         rank: this rank.
         size: number of ranks.
         capacity: of the registry, the same on all ranks.
+        ranks: what messages call the ranks; default their numbers.
     """
 
-    def __init__(self, rank: int, size: int, capacity: int) -> None:
+    def __init__(self, rank: int, size: int, capacity: int, ranks: Sequence[int] | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._ranks = ranks
         self.registry = Registry(capacity)
         self._unregistered: dict[str, Request] = {}
         self._waiting = np.zeros(64, dtype=np.bool_)
@@ -212,7 +214,7 @@ class Negotiator:
         ranks disagree: those are failed on the ranks that submitted them, and will
         fail at once on the others when they do.
         """
-        resolution = resolve(merged, self.size, self.joined)
+        resolution = resolve(merged, self.size, self.joined, self._ranks)
         self._proposed = 0
         self._update_joined(merged.joining, resolution.all_joined)
         for name, mismatch in resolution.mismatches.items():

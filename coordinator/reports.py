@@ -6,6 +6,7 @@ gives every rank the same answer from the same merged report.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -55,15 +56,16 @@ def merge(left: Report, right: Report) -> Report:
     return left
 
 
-def resolve(merged: Report, size: int, joined: int = 0) -> Resolution:
+def resolve(merged: Report, size: int, joined: int = 0, ranks: Sequence[int] | None = None) -> Resolution:
     """Tell requests that all submitters agree on from names they disagree about.
 
     Args:
         joined: bit mask of the ranks that had joined before.
+        ranks: what messages call the ranks.
     """
     variants: dict[str, dict[Request, int]] = {}
-    for request, ranks in merged.ranks.items():
-        variants.setdefault(request.name, {})[request] = ranks
+    for request, having in merged.ranks.items():
+        variants.setdefault(request.name, {})[request] = having
     agreed: list[Request] = []
     mismatches: dict[str, Mismatch] = {}
     for name, forms in variants.items():
@@ -71,9 +73,9 @@ def resolve(merged: Report, size: int, joined: int = 0) -> Resolution:
             agreed.extend(forms)
             continue
         submitted = 0
-        for ranks in forms.values():
-            submitted |= ranks
-        mismatches[name] = Mismatch(submitted, _describe(name, forms, size))
+        for having in forms.values():
+            submitted |= having
+        mismatches[name] = Mismatch(submitted, _describe(name, forms, size, ranks))
     return Resolution(
         tuple(agreed),
         mismatches,
@@ -82,23 +84,30 @@ def resolve(merged: Report, size: int, joined: int = 0) -> Resolution:
     )
 
 
-def rank_list(mask: int, most: int = 8) -> str:
-    """Ranks of a bit mask in words: "rank 3", "ranks 0, 2, 5"; long lists are cut."""
-    ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+def rank_list(mask: int, ranks: Sequence[int] | None = None, most: int = 8) -> str:
+    """Ranks of a bit mask in words: "rank 3", "ranks 0, 2, 5"; long lists are cut.
+
+    Args:
+        mask: has a bit for each place in the group.
+        ranks: what each place is called; default its number.
+    """
+    places = [place for place in range(mask.bit_length()) if mask >> place & 1]
+    named = places if ranks is None else [ranks[place] for place in places]
+    if len(named) == 1:
+        return f"rank {named[0]}"
+    shown = ", ".join(map(str, named[:most]))
+    more = f" and {len(named) - most} more" if len(named) > most else ""
     return f"ranks {shown}{more}"
 
 
-def _describe(name: str, forms: dict[Request, int], size: int) -> str:
+def _describe(name: str, forms: dict[Request, int], size: int, ranks: Sequence[int] | None) -> str:
     fields = [
         field for field in Request.__struct_fields__ if len({_value(request, field) for request in forms}) > 1
     ]
     sides = "; ".join(
-        f"{rank_list(ranks)}: " + ", ".join(f"{_LABELS[field]} {_value(request, field)}" for field in fields)
-        for request, ranks in forms.items()
+        f"{rank_list(having, ranks)}: "
+        + ", ".join(f"{_LABELS[field]} {_value(request, field)}" for field in fields)
+        for request, having in forms.items()
     )
     return (
         f"ranks disagree about '{name}': {sides}. Submit the same {_and(fields)} under this name on "

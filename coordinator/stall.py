@@ -7,6 +7,7 @@ and come from one rank, so that a slow rank does not fill the log.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from coordinator.errors import StallError
 from coordinator.reports import Report, rank_list, stalled_names
@@ -22,9 +23,11 @@ class StallWatch:
     Args:
         warning_s: age at which a tensor is reported; 0 turns reports off.
         shutdown_s: age at which everything is failed; 0 means never.
+        ranks: what messages call the ranks; default their numbers.
     """
 
-    def __init__(self, warning_s: float, shutdown_s: float) -> None:
+    def __init__(self, warning_s: float, shutdown_s: float, ranks: Sequence[int] | None = None) -> None:
+        self._ranks = ranks
         self._warning_s = warning_s
         self._shutdown_s = shutdown_s
         self._next_warning = warning_s
@@ -63,25 +66,28 @@ class StallWatch:
         """The warning for a merged report, or None when nothing waits that long."""
         if self._warning_s <= 0:
             return None
-        return _text(stalled_names(merged, size, self._warning_s, joined))
+        return self._text(stalled_names(merged, size, self._warning_s, joined))
 
     def verdict(self, merged: Report, size: int, joined: int = 0) -> StallError | None:
         """The error that ends the runtime when something waited too long."""
         if self._shutdown_s <= 0:
             return None
-        text = _text(stalled_names(merged, size, self._shutdown_s, joined))
+        text = self._text(stalled_names(merged, size, self._shutdown_s, joined))
         if text is None:
             return None
         return StallError(f"{text}. Gave up after stall_shutdown_s = {self._shutdown_s:g} s")
 
-
-def _text(stalled: list[tuple[str, float, int, int]]) -> str | None:
-    if not stalled:
-        return None
-    shown = "; ".join(
-        f"'{name}' for {age:.1f} s, submitted by {rank_list(having)}, "
-        + (f"MISSING on {rank_list(missing)}" if missing else "submitted by all in different forms")
-        for name, age, having, missing in stalled[:MOST_NAMES]
-    )
-    more = f"; and {len(stalled) - MOST_NAMES} more" if len(stalled) > MOST_NAMES else ""
-    return f"stalled: {shown}{more}"
+    def _text(self, stalled: list[tuple[str, float, int, int]]) -> str | None:
+        if not stalled:
+            return None
+        shown = "; ".join(
+            f"'{name}' for {age:.1f} s, submitted by {rank_list(having, self._ranks)}, "
+            + (
+                f"MISSING on {rank_list(missing, self._ranks)}"
+                if missing
+                else "submitted by all in different forms"
+            )
+            for name, age, having, missing in stalled[:MOST_NAMES]
+        )
+        more = f"; and {len(stalled) - MOST_NAMES} more" if len(stalled) > MOST_NAMES else ""
+        return f"stalled: {shown}{more}"

@@ -6,7 +6,7 @@ number of ranks in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +21,8 @@ class Wire(Protocol):
 
     rank: int
     size: int
+    ranks: Sequence[int]
+    """What messages call them: the members' ranks among all ranks of the job."""
 
     def start(self, words: Words) -> None:
         """Begin a bitwise-AND all-reduce of `words`, of equal length on all ranks."""

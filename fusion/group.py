@@ -62,7 +62,7 @@ class Group:
         self.number = number
         self.ranks = tuple(ranks)
         self.topology = Topology.create(comm)
-        wire = MpiWire(comm)
+        wire = MpiWire(comm, self.ranks)
         executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config)
         self.coordinator = Coordinator(
             wire, wrap(executor), _settings(config), recorder, name=f"fusion-cycle-{number}"

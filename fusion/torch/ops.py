@@ -19,7 +19,8 @@ process_set     the ranks that take part, by default all. Only they may call; av
                 and the order of gathered rows are those of the set.
 
 Integers keep their dtype: a sum wraps around at the limits of the dtype and an
-average is truncated toward zero. For bool, Sum and Max mean "any" and Min means "all".
+average is truncated toward zero. For bool, Sum and Max mean "any", Min and
+Product mean "all".
 """
 
 from __future__ import annotations

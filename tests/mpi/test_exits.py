@@ -251,6 +251,23 @@ else:
     )
 
 
+def test_an_mpi_that_has_been_finalized_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(
+        """
+from mpi4py import MPI
+import fusion.torch as hvd
+MPI.Finalize()
+try:
+    hvd.init()
+except hvd.FusionError as error:
+    assert "finalized" in str(error)
+else:
+    raise AssertionError("init went on")
+""",
+        np=1,
+    )
+
+
 def test_the_program_may_use_mpi_beside_the_runtime(run_ranks: RunRanks) -> None:
     run_ranks(
         """

@@ -202,6 +202,29 @@ def test_sets_overlap_and_share_names_without_waiting_for_each_other(hvd: Module
         hvd.remove_process_set(each)
 
 
+@ranks(3)
+def test_sets_may_be_nested(hvd: ModuleType) -> None:
+    inner, outer = hvd.add_process_set([2]), hvd.add_process_set([1, 2])
+    value = torch.tensor([2.0 ** hvd.rank()])
+    if inner.included():
+        value = hvd.allreduce(value, process_set=inner)
+    if outer.included():
+        value = hvd.allreduce(value, process_set=outer)
+    assert hvd.allgather(value).tolist() == [1, 3, 3]
+    for each in (inner, outer):
+        hvd.remove_process_set(each)
+
+
+@ranks(3)
+def test_an_error_in_a_set_names_ranks_among_all(hvd: ModuleType) -> None:
+    outer = hvd.add_process_set([0, 2])
+    if outer.included():
+        with pytest.raises(hvd.MismatchError, match=r"rank 0: shape .*; rank 2: shape") as caught:
+            hvd.allreduce(torch.ones(hvd.rank() + 1), name="uneven", process_set=outer)
+        assert "rank 1:" not in str(caught.value)
+    hvd.remove_process_set(outer)
+
+
 @ranks(2)
 def test_what_is_pending_in_a_removed_set_fails_and_its_number_is_not_used_again(hvd: ModuleType) -> None:
     pair = hvd.add_process_set([1])

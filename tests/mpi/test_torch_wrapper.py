@@ -189,6 +189,67 @@ def test_a_compiled_model_trains_alike(hvd, buckets):
 
 
 @ranks(2)
+@both
+def test_a_compiled_training_step_trains_alike(hvd, buckets):
+    model = net()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), buckets=buckets)
+
+    @torch.compile(backend="eager")
+    def backward(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        ((model(inputs) - targets) ** 2).mean().backward()
+
+    def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(5, 6, generator=generator), torch.randn(5, 2, generator=generator)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(*batch(step, hvd.rank()))
+            optimizer.step()
+    assert_close(model, trained_alone(2, range(2)))
+    assert_same_on_all_ranks(hvd, model)
+
+
+@ranks(2)
+@both
+def test_a_rank_that_fails_in_the_middle_of_backward_and_goes_on_is_named(hvd, buckets):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("out of memory")
+
+    model = net()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), buckets=buckets)
+    train(optimizer, model, [0], hvd.rank())
+    optimizer.zero_grad()
+    if hvd.rank() == 1:
+        broken = nn.Sequential(*model[:2], _Call(Fails.apply), *model[2:])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss(broken, 1, 1).backward()
+    else:
+        loss(model, 1, 0).backward()
+    with pytest.raises(hvd.FusionError, match=r"ranks \[1\] threw"):
+        optimizer.zero_grad() if hvd.rank() == 1 else optimizer.step()
+    train(optimizer, model, [2], hvd.rank())
+    assert_close(model, trained_alone(2, [0, 2]))
+    assert_same_on_all_ranks(hvd, model)
+
+
+class _Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@ranks(2)
 def test_static_buckets_give_the_same_bits_in_every_run(hvd):
     def run() -> list[torch.Tensor]:
         model = net()

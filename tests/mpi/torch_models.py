@@ -20,6 +20,10 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def net() -> nn.Sequential:
     """The same weights at every call."""
     generator = torch.Generator().manual_seed(1)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from coordinator.messages import Request
 from coordinator.negotiation import MOST_AT_ONCE, Flag
+from coordinator.reports import Report, resolve
 from coordinator.simulation import Fabric, submit_everywhere, tensor
+from coordinator.stall import StallWatch
 
 
 def in_order(rank: int, requests: list[Request]) -> list[Request]:
@@ -281,3 +283,16 @@ def test_when_all_have_joined_everything_starts_afresh() -> None:
     assert [negotiator.joined for negotiator in fabric.ranks] == [0, 0, 0]
     submit_everywhere(fabric, [tensor("next epoch")], in_order)
     assert fabric.run() == [tensor("next epoch")]
+
+
+def test_messages_call_ranks_what_the_group_calls_them() -> None:
+    merged = Report(
+        ranks={tensor("t", (1,)): 0b001, tensor("t", (2,)): 0b110},
+        ages={"t": 9.0},
+        leaving={},
+    )
+    reason = resolve(merged, 3, ranks=(4, 6, 9)).mismatches["t"].reason
+    assert "rank 4: shape (1,); ranks 6, 9: shape (2,)" in reason
+    del merged.ranks[tensor("t", (2,))]
+    text = StallWatch(1.0, 0.0, (4, 6, 9)).describe(merged, 3)
+    assert text is not None and "submitted by rank 4, MISSING on ranks 6, 9" in text

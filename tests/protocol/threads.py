@@ -47,7 +47,7 @@ class ThreadWire:
     """One rank's end of a `Hub`."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.rank, self.size = rank, hub.size
+        self.rank, self.size, self.ranks = rank, hub.size, range(hub.size)
         self._hub = hub
         self._rounds = self._exchanges = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import numpy as np
 import pytest
@@ -108,6 +109,15 @@ def test_sharded_parameters_are_refused():
 
     with pytest.raises(ValueError, match=r"'layer.weight' is a shard"):
         check_parameters({DTensor(torch.ones(1)): "layer.weight"})
+
+
+def test_a_model_that_is_averaged_already_is_warned_about(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="DistributedDataParallel"):
+        check_parameters({nn.Parameter(torch.ones(1)): "module.weight"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_parameters({nn.Parameter(torch.ones(1)): "weight"})
 
 
 def test_lazy_parameters_are_refused():

@@ -1,0 +1,59 @@
+"""Which tensors share a fusion buffer."""
+
+from __future__ import annotations
+
+from coordinator.messages import OpKind, ReduceOp, Request
+from coordinator.planner import fuse
+
+
+def request(name: str, count: int = 4, dtype: str = "float32", **options: object) -> Request:
+    kind = options.pop("kind", OpKind.ALLREDUCE)
+    return Request(name, kind, (dtype,), ((count,),), **{"op": ReduceOp.SUM, **options})
+
+
+def planned(requests: list[Request], threshold: int) -> list[str]:
+    """The names in each response."""
+    return ["".join(part.request.name for part in response.parts) for response in fuse(requests, threshold)]
+
+
+def test_a_buffer_is_filled_up_to_the_threshold_and_not_beyond() -> None:
+    requests = [request(name) for name in "abcde"]
+    assert planned(requests, 32) == ["ab", "cd", "e"]
+    assert planned(requests, 33) == ["ab", "cd", "e"]
+    assert planned(requests, 31) == ["a", "b", "c", "d", "e"]
+    assert planned(requests, 80) == ["abcde"]
+
+
+def test_threshold_zero_fuses_nothing() -> None:
+    assert planned([request("a", 0), request("b"), request("c")], 0) == ["a", "b", "c"]
+
+
+def test_a_tensor_larger_than_the_buffer_goes_alone_and_the_small_ones_still_share() -> None:
+    requests = [request("a"), request("B", 1000), request("c"), request("d")]
+    assert planned(requests, 64) == ["a", "B", "cd"]
+
+
+def test_dtypes_that_alternate_share_one_buffer_each() -> None:
+    dtypes = ("float16", "float32", "int64", "bfloat16")
+    requests = [request(f"{index:02}", dtype=dtypes[index % 4]) for index in range(40)]
+    responses = fuse(requests, 1 << 20)
+    assert [response.dtype for response in responses] == list(dtypes)
+    assert [len(response.parts) for response in responses] == [10] * 4
+
+
+def test_what_is_computed_differently_never_shares() -> None:
+    requests = [
+        request("a"),
+        request("b", op=ReduceOp.MAX),
+        request("c", prescale=0.5),
+        request("d", postscale=0.5),
+        request("e", kind=OpKind.BROADCAST, root_rank=0),
+        request("f"),
+    ]
+    assert planned(requests, 1 << 20) == ["af", "b", "c", "d", "e"]
+
+
+def test_adasum_and_what_only_moves_rows_go_alone() -> None:
+    requests = [request(name, op=ReduceOp.ADASUM) for name in "ab"]
+    requests += [request(name, kind=OpKind.ALLGATHER) for name in "cd"]
+    assert planned(requests, 1 << 20) == ["a", "b", "c", "d"]
