@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -28,13 +29,15 @@ from tests.launch import ROOT, environment, mpirun
 
 INTERFACE = "fusion0"
 NETWORK = "10.77.0"
+CABLE_S = 10.0
 GIGABIT = ("tbf", "rate", "1gbit", "burst", "256k", "latency", "20ms")
 
 _PREFIX = "fusion-host-"
 _numbers = itertools.count(1)
 
-# Open MPI calls it in place of ssh: the first argument is the host, the rest the command to run there.
+# Called in place of ssh: after the options (MPICH's) comes the host, the rest is the command to run there.
 _AGENT = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
 address=$1
 shift
 case $address in
@@ -85,20 +88,10 @@ class TwoHosts:
         """What to put before a program so that it runs as `np` ranks, half of them on each host."""
         assert self._agent is not None, "the hosts exist inside `with` only"
         program, open_mpi = mpirun()
-        if not open_mpi:
-            raise NotImplementedError("the two hosts are made for Open MPI")
         here, there = self.addresses
-        slots = [f"{here}:{np - np // 2}", *([f"{there}:{np // 2}"] if np > 1 else [])]
-        return [
-            *self.on(0),
-            program,
-            *("--prtemca", "plm_ssh_agent", str(self._agent)),
-            *("--prtemca", "prte_if_include", INTERFACE),
-            *("--host", ",".join(slots)),
-            *("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
-            *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE),
-            *("-np", str(np)),
-        ]
+        slots = ",".join([f"{here}:{np - np // 2}", *([f"{there}:{np // 2}"] if np > 1 else [])])
+        options = _open_mpi(str(self._agent), slots) if open_mpi else _mpich(str(self._agent), slots)
+        return [*self.on(0), program, *options, "-np", str(np)]
 
     def on(self, host: int) -> list[str]:
         """What to put before a command so that it runs on host 0 or 1."""
@@ -118,7 +111,18 @@ class TwoHosts:
                 _ip("-n", name, "link", "set", device, "up")
             if self._gigabit:
                 _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *GIGABIT)
+        for host in (0, 1):
+            self._wait_for_cable(host)
         self._agent = self._write_agent()
+
+    def _wait_for_cable(self, host: int) -> None:
+        """The kernel says a little later that the cable is plugged in; MPICH uses no interface before."""
+        state = f"/sys/class/net/{INTERFACE}/operstate"
+        deadline = time.monotonic() + CABLE_S
+        while _run(*self.on(host), "cat", state).strip() != "up":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{INTERFACE} of {self.names[host]} is not up after {CABLE_S} s")
+            time.sleep(0.05)
 
     def _write_agent(self) -> Path:
         cases = "\n".join(
@@ -130,6 +134,24 @@ class TwoHosts:
         agent = Path(path)
         agent.chmod(0o755)
         return agent
+
+
+def _open_mpi(agent: str, slots: str) -> list[str]:
+    return [
+        *("--prtemca", "plm_ssh_agent", agent),
+        *("--prtemca", "prte_if_include", INTERFACE),
+        *("--host", slots),
+        *("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE),
+    ]
+
+
+def _mpich(agent: str, slots: str) -> list[str]:
+    return [
+        *("-launcher", "ssh", "-launcher-exec", agent),
+        *("-iface", INTERFACE, "-hosts", slots),
+        *("-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", INTERFACE),
+    ]
 
 
 def _delete_forgotten() -> None:
@@ -151,8 +173,7 @@ def why_not() -> str | None:
     if missing:
         return f"not installed: {', '.join(missing)} (iproute2, util-linux)"
     try:
-        if not mpirun()[1]:
-            return "the two hosts are made for Open MPI"
+        mpirun()
         with TwoHosts():
             return None
     except FileNotFoundError as error:
@@ -165,8 +186,8 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,190 @@
+"""Error feedback: what a compressor could not send is added to what it is given the next time.
+
+EF-SGD (Stich et al. 2018, arXiv:1809.07599; Karimireddy et al. 2019, arXiv:1901.09847): with a
+memory e, a bucket g is sent as C(g + e), and e becomes what of g + e did not get across. Over any
+number of steps the sum of what was sent and the last e is exactly, up to rounding, the sum of what
+was given.
+
+What is remembered is kept for each tensor by its name, not for a bucket, so tensors may meet in
+other buckets from one step to the next. A bucket is opened as a `Ledger`; what it stages counts from
+`commit` on, and `rollback` leaves everything as it was, for a step whose result is thrown away.
+
+Used by one thread at a time. Memory: two buckets of float32 each, the residuals and the ones
+being made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion.compression.base import BucketInfo, Compressor, Key, Memory
+
+
+class Ledger:
+    """The memories of the tensors of one bucket, during one exchange.
+
+    Args:
+        info: the bucket.
+        memories: of its pieces, in order.
+        feedback: whether residuals are kept.
+    """
+
+    def __init__(self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool) -> None:
+        self.info = info
+        self.memories = memories
+        self._feedback = feedback
+        self._staged: torch.Tensor | None = None
+        self._spare: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+        """The bucket whose parts the residuals were when they were last committed here."""
+        self._parts: list[torch.Tensor] = []
+
+    def buffer(self) -> torch.Tensor:
+        """Room for the bucket, which becomes the residuals if it is staged and committed."""
+        spare, self._spare = self._spare, None
+        return torch.empty(self.info.count) if spare is None else spare
+
+    def add_to(self, bucket: torch.Tensor) -> None:
+        """Add the residuals to the bucket."""
+        if not self._feedback:
+            return
+        pairs = [
+            (piece.of(bucket), memory.residual)
+            for piece, memory in zip(self.info.pieces, self.memories, strict=True)
+            if memory.residual is not None
+        ]
+        if pairs:
+            torch._foreach_add_([part for part, _ in pairs], [residual for _, residual in pairs])
+
+    def stage(self, bucket: torch.Tensor) -> None:
+        """`bucket` is what did not get across; it is kept, not copied."""
+        if self._feedback:
+            self._staged = bucket
+        else:
+            self._spare = bucket
+
+    def commit(self, wanted: Iterable[bool] | None = None) -> None:
+        """What was staged is from now on what is remembered.
+
+        Args:
+            wanted: for each piece, whether its result was used; by default all were.
+        """
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        chosen = [True] * len(self.memories) if wanted is None else list(wanted)
+        parts = [piece.of(staged) for piece in self.info.pieces]
+        replaced = all(
+            memory.residual is part for memory, part in zip(self.memories, self._parts, strict=False)
+        )
+        self._spare = self._whole if replaced else None
+        for memory, part, used in zip(self.memories, parts, chosen, strict=True):
+            if not used:
+                part.zero_() if memory.residual is None else part.copy_(memory.residual)
+            memory.residual = part
+        self._whole, self._parts = staged, parts
+
+    def rollback(self) -> None:
+        """Forget what was staged."""
+        if self._staged is not None:
+            self._spare, self._staged = self._staged, None
+
+
+class Feedback:
+    """A compressor with a memory, for tensors by name.
+
+    Pass it as `compression=` to operations, or use `encode` for a message of your own.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self._memories: dict[str, Memory] = {}
+
+    def open(self, info: BucketInfo) -> Ledger:
+        """The ledger of a bucket.
+
+        Raises:
+            ValueError: what is remembered of a tensor has another shape than the tensor.
+        """
+        memories = []
+        for piece in info.pieces:
+            memory = self._memories.setdefault(piece.name, Memory())
+            if memory.residual is not None and memory.residual.numel() != piece.count:
+                raise ValueError(
+                    f"the residual of '{piece.name}' has {memory.residual.numel()} elements, but the "
+                    f"tensor has shape {tuple(piece.shape)}: it is of another model. Call reset() to start without it"
+                )
+            memories.append(memory)
+        return Ledger(info, memories, feedback=getattr(self.compressor, "feedback", False))
+
+    def encode(self, values: torch.Tensor, info: BucketInfo, key: Key) -> torch.Tensor:
+        """Like `Compressor.encode`, with feedback: for a message that certainly arrives."""
+        ledger = self.open(info)
+        bucket = ledger.buffer().copy_(values)
+        ledger.add_to(bucket)
+        payload = self.compressor.encode(bucket, info, key, ledger.memories)
+        self.compressor.add(payload, info, bucket, sign=-1)
+        ledger.stage(bucket)
+        ledger.commit()
+        return payload
+
+    def decode(self, payload: torch.Tensor, info: BucketInfo) -> torch.Tensor:
+        """Like `Compressor.decode`."""
+        return self.compressor.decode(payload, info)
+
+    def residual(self, name: str) -> torch.Tensor | None:
+        """What of a tensor has not got across so far, flat, a copy; None for nothing."""
+        memory = self._memories.get(name)
+        return None if memory is None or memory.residual is None else memory.residual.clone()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._memories.clear()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What is remembered, by tensor; copies."""
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for name, memory in self._memories.items():
+            kept = {"residual": memory.residual, "basis": memory.basis}
+            found = {key: value.clone() for key, value in kept.items() if value is not None}
+            if found:
+                state[name] = found
+        return state
+
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Replace what is remembered.
+
+        Args:
+            state: of `state_dict`.
+            shapes: the tensors there are, to check against.
+
+        Raises:
+            ValueError: there is no such tensor, or its residual has another number of elements.
+        """
+        memories: dict[str, Memory] = {}
+        for name, kept in state.items():
+            residual = kept.get("residual")
+            if shapes is not None:
+                _check(name, residual, shapes)
+            memories[name] = Memory(
+                None if residual is None else residual.detach().reshape(-1).to(torch.float32, copy=True),
+                None if kept.get("basis") is None else kept["basis"].detach().to(torch.float32, copy=True),
+            )
+        self._memories = memories
+
+
+def _check(name: str, residual: torch.Tensor | None, shapes: Mapping[str, Sequence[int]]) -> None:
+    if name not in shapes:
+        raise ValueError(f"the saved state has a residual of '{name}', which is no tensor here")
+    count = torch.Size(shapes[name]).numel()
+    if residual is not None and residual.numel() != count:
+        raise ValueError(
+            f"the saved residual of '{name}' has {residual.numel()} elements, but the tensor has shape "
+            f"{tuple(shapes[name])}: the checkpoint is of another model. Remove its 'compression' entry to "
+            "start without residuals"
+        )
