@@ -49,6 +49,7 @@ class AsyncReport(Struct, frozen=True):
         failed: reasons by client, with `on_failure="drop"`.
         staleness: how many used updates had each staleness.
         rejected_staleness: how many rejected ones had.
+        update_bytes: of all updates together, as they travelled.
         sent_bytes, received_bytes: of this rank, over MPI.
     """
 
@@ -60,6 +61,7 @@ class AsyncReport(Struct, frozen=True):
     failed: dict[int, str]
     staleness: dict[int, int]
     rejected_staleness: dict[int, int]
+    update_bytes: int
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -201,7 +203,15 @@ class AsyncFederation:
             turns=self._turns,
         )
         policy = Policy(drop_failed=self._on_failure == "drop", stop_timeout_s=self._stop_timeout_s)
-        return Serving(self.model, self._roster, server, link, self._uplink, limits, policy)
+        return Serving(
+            model=self.model,
+            roster=self._roster,
+            server=server,
+            link=link,
+            uplink=self._uplink,
+            limits=limits,
+            policy=policy,
+        )
 
     def _await(self, clients: list[AsyncClient], link: Link) -> list[int]:
         """Wait until the server has stopped this rank's clients; those that do not stop."""
@@ -235,9 +245,7 @@ class AsyncFederation:
         broadcast_parameters(self.model.state_dict(), root_rank=SERVER)
         report = None if serving is None else _report(serving)
         agreed: AsyncReport = broadcast_object(report, SERVER)
-        return msgspec.structs.replace(
-            agreed, sent_bytes=link.sent_bytes, received_bytes=link.received_bytes
-        )
+        return msgspec.structs.replace(agreed, sent_bytes=link.sent_bytes, received_bytes=link.received_bytes)
 
 
 class _Described(Struct, frozen=True):
@@ -269,10 +277,13 @@ def _report(serving: Serving) -> AsyncReport:
         failed=dict(sorted(tally.failed.items())),
         staleness=dict(sorted(tally.staleness.items())),
         rejected_staleness=dict(sorted(tally.rejected_staleness.items())),
+        update_bytes=serving.update_bytes,
     )
 
 
-def _check(max_staleness: int | None, concurrency: int | None, on_failure: str, stop_timeout_s: float) -> None:
+def _check(
+    max_staleness: int | None, concurrency: int | None, on_failure: str, stop_timeout_s: float
+) -> None:
     if max_staleness is not None and max_staleness < 0:
         raise ValueError(f"max_staleness must be 0 or more, or None; got {max_staleness}")
     if concurrency is not None and concurrency < 1:

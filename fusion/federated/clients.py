@@ -97,10 +97,13 @@ def _length(number: int, data: Any) -> int:
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
         lengths = {len(part) for part in data}
         if len(lengths) > 1:
-            raise ValueError(f"client {number}: its tensors have different numbers of rows: {sorted(lengths)}")
+            raise ValueError(
+                f"client {number}: its tensors have different numbers of rows: {sorted(lengths)}"
+            )
         return lengths.pop()
     if isinstance(data, (tuple, list)) or not hasattr(data, "__len__"):
         raise TypeError(
-            f"client {number}: data must be a tuple of tensors or a dataset with a length, not {type(data).__name__}"
+            f"client {number}: data must be a tuple of tensors or a dataset with a length, "
+            f"not {type(data).__name__}"
         )
     return len(data)

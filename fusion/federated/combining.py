@@ -140,9 +140,7 @@ class Combiner:
     def _message(self, outcome: Update | Absence, uplink: Uplink, absences: list[Absence]) -> Tensor:
         if isinstance(outcome, Update):
             try:
-                return pack_change(
-                    outcome, uplink, self._layout.trained, address=outcome.client, version=0
-                )
+                return pack_change(outcome, uplink, self._layout.trained, address=outcome.client, version=0)
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever happened.
                 outcome = Absence(outcome.client, f"its update cannot be sent: {error}", failed=True)
         absences.append(outcome)

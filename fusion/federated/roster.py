@@ -65,7 +65,9 @@ def enrol(
     for number, times in Counter(number for number, _ in numbers).items():
         if times > 1:
             where = [rank for its, rank in numbers if its == number]
-            raise ValueError(f"client number {number} is used {times} times, on ranks {where}: number them apart")
+            raise ValueError(
+                f"client number {number} is used {times} times, on ranks {where}: number them apart"
+            )
     examples = dict(sorted(pair for _, its in told for pair in its))
     if not any(examples.values()):
         raise ValueError(

@@ -152,7 +152,10 @@ class FederatedAveraging:
             self._apply(combined)
         else:
             logger.warning(
-                "round %d changed nothing: %d of %d clients answered", number, len(combined.answered), len(chosen)
+                "round %d changed nothing: %d of %d clients answered",
+                number,
+                len(combined.answered),
+                len(chosen),
             )
         return _report(number, chosen, combined, applied, self.examples)
 
@@ -193,8 +196,8 @@ class FederatedAveraging:
             f"{self._roster.name(absence.client)}: {absence.reason}" for its in told for absence in its
         )
         return (
-            f"round {number} failed and changed nothing ({reasons}). Mend the client, or leave such clients out "
-            'with on_failure="drop"'
+            f"round {number} failed and changed nothing ({reasons}). Mend the client, or leave such "
+            'clients out with on_failure="drop"'
         )
 
     def _tell(self, number: int, combined: Combined) -> None:

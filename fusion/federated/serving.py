@@ -97,10 +97,12 @@ class Serving:
     Attributes:
         server: as given.
         seconds: from the first model sent to the last update used.
+        update_bytes: of all updates that came.
     """
 
     def __init__(
         self,
+        *,
         model: nn.Module,
         roster: Roster,
         server: AsyncServer,
@@ -118,6 +120,7 @@ class Serving:
         self._in_vain = 0
         self._began = 0.0
         self.seconds = 0.0
+        self.update_bytes = 0
         link.register(0, self._inbox.put)
 
     def run(self) -> Exception | None:
@@ -169,6 +172,7 @@ class Serving:
 
     def _absorb(self, header: Change, message: Message) -> None:
         payload, buffers, counters = message.tensors
+        self.update_bytes += message.nbytes
         values = torch.cat([self._uplink.decode(payload), buffers])
         try:
             verdict = self.server.take(header.client, ModelState(values, counters))
@@ -212,8 +216,8 @@ class Serving:
     def _stop_clients(self) -> None:
         """Stop all clients and wait for their goodbyes, which are the last messages."""
         for client in self._clients:
-            message = pack(client + 1, Stop(self.server.accepted(client)))
-            self._link.send(self._roster.ranks[client], message)
+            stop = Stop(self.server.accepted(client))
+            self._link.send(self._roster.ranks[client], pack(client + 1, stop))
         missing = set(self._clients)
         end = time.monotonic() + self._policy.stop_timeout_s
         while missing and time.monotonic() < end:

@@ -84,9 +84,7 @@ class Layout(Struct, frozen=True):
         saved = model.state_dict(keep_vars=True)
         buffers = {name: value for name, value in model.named_buffers() if name in saved}
         own = _matching([*parameters, *buffers], personal)
-        shared = [
-            _piece(name, value) for name, value in {**parameters, **buffers}.items() if name not in own
-        ]
+        shared = [_piece(name, value) for name, value in {**parameters, **buffers}.items() if name not in own]
         floating = [piece for piece in shared if getattr(torch, piece.dtype).is_floating_point]
         if not any(piece.name in parameters for piece in floating):
             raise ValueError("the model has no parameter that is both trainable and shared")

@@ -7,11 +7,11 @@ failure is an outcome like any other, because other ranks wait for word of it.
 from __future__ import annotations
 
 import copy
-import random
 import threading
 import time
 import traceback
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import nn
@@ -81,7 +81,7 @@ class Workbench:
         """
         began = time.perf_counter()
         seed = seed_of(self._seed, turn, client.number)
-        if random.Random(seed).random() < client.dropout:
+        if np.random.default_rng(seed).random() < client.dropout:
             return Absence(client.number, "it dropped out", failed=False)
         try:
             self._layout.write(self._model, start)
