@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch import Tensor
+
 from coordinator.errors import FusionError
 from fusion.federated.clients import Client
 from fusion.federated.combining import pack_change
@@ -20,7 +22,7 @@ from fusion.federated.link import Link
 from fusion.federated.messages import Goodbye, Message, Regret, Stop, Work, pack
 from fusion.federated.uplink import Uplink
 from fusion.federated.vector import Layout, ModelState
-from fusion.federated.workbench import Absence, Workbench
+from fusion.federated.workbench import Absence, Update, Workbench
 
 SERVER = 0
 """Its rank; the address there is 0 as well, and those of clients are their numbers plus 1."""
@@ -112,16 +114,16 @@ class AsyncClient:
     def _work(self, work: Work, start: ModelState) -> None:
         number = self.client.number
         self._uplink.settle(number, used=work.accepted)
-        outcome = self._bench.train(self.client, start, work.turn, self._stop)
-        if self._stop.is_set():
-            return
-        if isinstance(outcome, Absence):
-            answer = pack(SERVER, Regret(number, outcome.reason, outcome.failed))
-        else:
-            try:
-                answer = pack_change(
-                    outcome, self._uplink, self._trained, address=SERVER, version=work.version
-                )
-            except Exception as error:  # noqa: BLE001 - the server waits for an answer, whatever happened.
-                answer = pack(SERVER, Regret(number, f"its update cannot be sent: {error}", failed=True))
+        try:
+            outcome = self._bench.train(self.client, start, work.turn, self._stop)
+            if self._stop.is_set():
+                return
+            answer = self._answer(outcome, work.version)
+        except BaseException as error:  # noqa: BLE001 - the server waits for an answer, even if code exits.
+            answer = pack(SERVER, Regret(number, f"it raised {type(error).__name__}: {error}", failed=True))
         self._link.send(SERVER, answer)
+
+    def _answer(self, outcome: Update | Absence, version: int) -> Tensor:
+        if isinstance(outcome, Update):
+            return pack_change(outcome, self._uplink, self._trained, address=SERVER, version=version)
+        return pack(SERVER, Regret(outcome.client, outcome.reason, outcome.failed))
