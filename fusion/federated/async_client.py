@@ -35,6 +35,7 @@ class Inbox:
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
+        self._checked = time.monotonic()
         self._queue: queue.Queue[Message] = queue.Queue()
         self.put = self._queue.put
 
@@ -46,13 +47,16 @@ class Inbox:
         """
         left = float("inf") if timeout is None else timeout
         while True:
+            # Looked at also while messages keep coming: some ranks may go on when one has left.
+            if time.monotonic() - self._checked > _CHECK_EVERY_S:
+                self._check()
+                self._checked = time.monotonic()
             try:
                 return self._queue.get(timeout=max(0.0, min(left, _CHECK_EVERY_S)))
             except queue.Empty:
                 left -= _CHECK_EVERY_S
                 if left <= 0:
                     return None
-                self._check()
 
 
 class AsyncClient:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LONGEST_PIECE = 1 << 30
 """Bytes of one MPI message; its count must fit an int in every MPI."""
 _TAG = 1
+_ABANDON_S = 1.0
 
 
 class Link:
@@ -62,6 +63,7 @@ class Link:
         self._partial: dict[int, tuple[Tensor, int]] = {}
         self._doorbell = Doorbell()
         self._closing = threading.Event()
+        self._abandoned = False
         self._failure: FusionError | None = None
         self.sent_bytes = self.received_bytes = 0
         self._thread = threading.Thread(target=self._run, name="fusion-link", daemon=True)
@@ -90,12 +92,18 @@ class Link:
 
         Every rank must have received what was sent to it: the protocol on top sees to that.
         """
-        self.abandon()
+        self._end()
         self._thread.join()
         self._comm.Free()
 
     def abandon(self) -> None:
-        """End without the other ranks, when one of them has left."""
+        """End without the other ranks, when one of them has left: what is under way may be lost."""
+        self._abandoned = True
+        self._end()
+        # MPI must not be finalized under a thread that uses it.
+        self._thread.join(_ABANDON_S)
+
+    def _end(self) -> None:
         self._closing.set()
         self._doorbell.ring()
 
@@ -110,12 +118,10 @@ class Link:
 
     def _serve(self) -> None:
         since = time.monotonic()
-        while not (self._closing.is_set() and self._idle()):
+        while not (self._closing.is_set() and (self._abandoned or self._idle())):
             if self._send_waiting() | self._receive() | self._complete():
                 since = time.monotonic()
                 continue
-            if self._closing.is_set() and self._ended() is not None:
-                return
             nap = patience(time.monotonic() - since)
             if not nap:
                 time.sleep(0)

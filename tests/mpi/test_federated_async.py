@@ -53,18 +53,24 @@ def assert_equal_on_all_ranks(hvd, model: nn.Module) -> None:
 
 
 class Straggler:
-    """A loss with which client 0, on rank 0, stays in its training until it is let go."""
+    """A loss with which client 0, on rank 0, stays in its training until it is let go.
+
+    Attributes:
+        turns: how often client 0 has been given work; the second time its first update has been taken.
+    """
 
     def __init__(self) -> None:
         self.go = threading.Event()
+        self.turns = 0
 
     def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if batch[1][0] == 0:
+            self.turns += 1
             assert self.go.wait(50)
         return loss(model, batch)
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 @pytest.mark.parametrize("compression", [None, "topk:0.25"])
 def test_a_run_makes_the_models_it_was_asked_for_and_all_ranks_get_the_last(hvd, compression):
     model = net()
@@ -106,24 +112,25 @@ def test_a_straggler_blocks_nobody_and_its_update_is_used_when_it_comes(hvd):
     def watch(_model: nn.Module, progress: fed.Progress) -> bool:
         if progress.version == 20:
             slow.go.set()
-        return slow.go.is_set() and progress.version > 20
+        return slow.turns > 1
 
-    report = federation(hvd, net(), slow, rule=fed.FedAsync()).run(watch=watch, versions=1000)
-    assert report.versions == 21 or 0 in report.updates
-    assert sum(count for client, count in report.updates.items() if client) >= 20
+    report = federation(hvd, net(), slow, rule=fed.FedAsync()).run(watch=watch)
+    assert report.updates[0] >= 1
+    assert report.max_staleness >= 20
 
 
 @ranks(2)
 def test_an_update_beyond_the_bound_is_rejected_and_reported(hvd):
     slow = Straggler()
 
-    def watch(_model: nn.Module, progress: fed.Progress) -> None:
+    def watch(_model: nn.Module, progress: fed.Progress) -> bool:
         if progress.version == 10:
             slow.go.set()
+        return slow.turns > 1
 
     made = federation(hvd, net(), slow, rule=fed.FedAsync(), max_staleness=5, compression="topk:0.5")
-    report = made.run(watch=watch, versions=40)
-    assert report.rejected.get(0, 0) >= 1
+    report = made.run(watch=watch)
+    assert report.rejected[0] == 1
     assert max(report.rejected_staleness) >= 10
     assert report.max_staleness <= 5
 
@@ -247,7 +254,7 @@ def linked(inboxes: int, **settings):
     link.close()
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_messages_arrive_whole_and_in_order_in_however_many_pieces(hvd):
     with linked(2, longest_piece=100) as (link, inboxes):
         for index in range(10):
@@ -268,27 +275,28 @@ def test_messages_arrive_whole_and_in_order_in_however_many_pieces(hvd):
 def test_a_rank_that_leaves_is_named_on_the_others(run_ranks: RunRanks) -> None:
     done = run_ranks(
         """
-import sys
+import threading
 import torch
 import fusion.torch as hvd
 import fusion.federated as fed
 
 hvd.init()
-training = fed.LocalTraining(
-    loss=lambda model, batch: model(batch[0]).sum(), optimizer=lambda p: torch.optim.SGD(p, lr=0.01)
-)
+leaving = hvd.rank() == 1
+calls = 0
+
+def loss(model, batch):
+    global calls
+    calls += 1
+    if leaving and calls == 5:
+        threading.Thread(target=hvd.shutdown).start()
+    return model(batch[0]).sum()
+
+training = fed.LocalTraining(loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 made = fed.AsyncFederation(
     torch.nn.Linear(2, 1), [fed.Client(hvd.rank(), (torch.ones(4, 2),))], training
 )
-
-def watch(model, progress):
-    return False
-
-if hvd.rank() == 1:
-    import threading
-    threading.Timer(0.5, hvd.shutdown).start()
 try:
-    made.run(watch=watch)
+    made.run(seconds=50)
 except hvd.FusionError as error:
     print("caught:", type(error).__name__, error)
 """,
