@@ -15,8 +15,9 @@ from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     """Pack all-reduces of one kind greedily into responses of at most `threshold` bytes.
 
-    A tensor larger than the threshold goes alone; threshold 0 fuses nothing. A
-    different dtype, op, scale, device or codec never ends a bucket, it only
+    A tensor larger than the threshold goes alone; threshold 0 fuses nothing. What a
+    request with a codec asks for is a bucket by itself, so that what a compressor
+    sees does not depend on what is ready at the same time. A different dtype, op, scale, device or codec never ends a bucket, it only
     fills another one beside it. Responses come in the order of their first part.
 
     Args:
@@ -30,7 +31,11 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
             part = Part(request, index)
             key = _key(request, dtype)
             bucket = filling.get(key)
-            if bucket is None or not _fuses(request) or bucket.nbytes + part.nbytes > threshold:
+            if request.codec != "none":
+                full = False  # Its key is its own: the tensors of one dtype that a compressor sees together.
+            else:
+                full = not _fuses(request) or (bucket is not None and bucket.nbytes + part.nbytes > threshold)
+            if bucket is None or full:
                 bucket = _Bucket(request.kind, dtype)
                 buckets.append(bucket)
                 filling[key] = bucket
@@ -70,6 +75,6 @@ def _key(request: Request, dtype: str) -> tuple[Any, ...]:
         request.postscale,
         request.root_rank,
         request.device,
-        request.codec,
+        request.codec if request.codec == "none" else request.name,
         request.region is None,
     )

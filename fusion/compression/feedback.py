@@ -30,9 +30,13 @@ class Ledger:
         info: the bucket.
         memories: of its pieces, in order.
         feedback: whether residuals are kept.
+        immediate: whether what is staged counts at once, with no `commit` of the owner.
     """
 
-    def __init__(self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool) -> None:
+    def __init__(
+        self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool, immediate: bool = False
+    ) -> None:
+        self.immediate = immediate
         self.info = info
         self.memories = memories
         self._feedback = feedback
@@ -103,8 +107,12 @@ class Feedback:
         self.compressor = compressor
         self._memories: dict[str, Memory] = {}
 
-    def open(self, info: BucketInfo) -> Ledger:
+    def open(self, info: BucketInfo, *, immediate: bool = False) -> Ledger:
         """The ledger of a bucket.
+
+        Args:
+            info: the bucket.
+            immediate: see `Ledger`.
 
         Raises:
             ValueError: what is remembered of a tensor has another shape than the tensor.
@@ -115,10 +123,11 @@ class Feedback:
             if memory.residual is not None and memory.residual.numel() != piece.count:
                 raise ValueError(
                     f"the residual of '{piece.name}' has {memory.residual.numel()} elements, but the "
-                    f"tensor has shape {tuple(piece.shape)}: it is of another model. Call reset() to start without it"
+                    f"tensor has shape {tuple(piece.shape)}: call reset() to start without residuals"
                 )
             memories.append(memory)
-        return Ledger(info, memories, feedback=getattr(self.compressor, "feedback", False))
+        feedback = bool(getattr(self.compressor, "feedback", False))
+        return Ledger(info, memories, feedback=feedback, immediate=immediate)
 
     def encode(self, values: torch.Tensor, info: BucketInfo, key: Key) -> torch.Tensor:
         """Like `Compressor.encode`, with feedback: for a message that certainly arrives."""
