@@ -17,8 +17,9 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
 
     A tensor larger than the threshold goes alone; threshold 0 fuses nothing. What a
     request with a codec asks for is a bucket by itself, so that what a compressor
-    sees does not depend on what is ready at the same time. A different dtype, op, scale, device or codec never ends a bucket, it only
-    fills another one beside it. Responses come in the order of their first part.
+    sees does not depend on what is ready at the same time. A different dtype, op,
+    scale or device never ends a bucket, it only fills another one beside it.
+    Responses come in the order of their first part.
 
     Args:
         requests: the agreed ready set, in the agreed order.
@@ -31,11 +32,7 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
             part = Part(request, index)
             key = _key(request, dtype)
             bucket = filling.get(key)
-            if request.codec != "none":
-                full = False  # Its key is its own: the tensors of one dtype that a compressor sees together.
-            else:
-                full = not _fuses(request) or (bucket is not None and bucket.nbytes + part.nbytes > threshold)
-            if bucket is None or full:
+            if bucket is None or not _fits(part, bucket, threshold):
                 bucket = _Bucket(request.kind, dtype)
                 buckets.append(bucket)
                 filling[key] = bucket
@@ -58,6 +55,13 @@ class _Bucket:
 
     def response(self) -> Response:
         return Response(self.kind, self.dtype, tuple(self.parts))
+
+
+def _fits(part: Part, bucket: _Bucket, threshold: int) -> bool:
+    """Whether a part joins the bucket of its key."""
+    if part.request.codec != "none":
+        return True  # No other request has its key.
+    return _fuses(part.request) and bucket.nbytes + part.nbytes <= threshold
 
 
 def _fuses(request: Request) -> bool:

@@ -53,7 +53,7 @@ class CompressedAllreduce:
         torch._foreach_copy_(_parts(bucket, info), job.tensors.inputs)
         if request.prescale != 1.0:
             bucket.mul_(request.prescale)
-        mean = exchange(compressor, bucket, info, Key(seed, topology.rank), transport, ledger)
+        mean = exchange(compressor, bucket, info, Key(seed, topology.rank), transport, ledger=ledger)
         scale = request.postscale * (topology.size if request.op == ReduceOp.SUM else 1)
         if scale != 1.0:
             mean.mul_(scale)

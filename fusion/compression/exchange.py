@@ -46,6 +46,7 @@ def exchange(
     info: BucketInfo,
     key: Key,
     transport: Transport,
+    *,
     ledger: Ledger | None = None,
 ) -> torch.Tensor:
     """The mean of the buckets of all ranks as they are decoded, flat float32, new.
