@@ -59,16 +59,22 @@ class CompressedAllreduce:
             mean.mul_(scale)
         torch._foreach_copy_(job.tensors.outputs, _parts(mean, info))
         transport.mark("unpack")
+        self._means.recorder.compressed(job.response.nbytes, transport.payload)
 
 
 class _Transport:
-    """Implements `fusion.compression.Transport` by the collectives of this package."""
+    """Implements `fusion.compression.Transport` by the collectives of this package.
+
+    Attributes:
+        payload: bytes that this rank has contributed.
+    """
 
     def __init__(self, means: Means, plain: Collective, job: Job) -> None:
         self._means = means
         self._plain = plain
         self._job = job
         self._since = time.monotonic()
+        self.payload = 0
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(values)
@@ -90,6 +96,7 @@ class _Transport:
 
     def _run(self, kind: OpKind, values: torch.Tensor, outputs: list[torch.Tensor | None]) -> None:
         self.mark("pack")
+        self.payload += values.nbytes
         response, layout = self._plan(kind, name_of(values.dtype), len(values))
         entry = Entry(response.first, [values], outputs, self._job.entries[0].handle, self._since)
         self._plain(Job(response, layout, [entry]))
