@@ -151,8 +151,8 @@ def run(task_name: str, method: str, feedback: str, seed: int, steps: int) -> di
         loss = float(task.loss(scores, wanted))
         accuracy = float((scores.argmax(-1) == wanted).float().mean())
     return {
-        **{"task": task_name, "method": method, "feedback": feedback, "seed": seed, "ranks": hvd.size()},
-        **{"steps": steps, "loss": loss, "accuracy": accuracy, "ratio": ratio, "seconds": seconds},
+        "task": task_name, "method": method, "feedback": feedback, "seed": seed, "ranks": hvd.size(),
+        "steps": steps, "loss": loss, "accuracy": accuracy, "ratio": ratio, "seconds": seconds,
     }
 
 

@@ -11,7 +11,7 @@ from fusion.compression.base import BucketInfo, Compressor, Key, Memory, Piece, 
 from fusion.compression.cast import BFloat16 as bf16  # noqa: N813, used like functions
 from fusion.compression.cast import Float16 as fp16  # noqa: N813
 from fusion.compression.cast import Uncompressed as none  # noqa: N813
-from fusion.compression.feedback import Feedback, Memories
+from fusion.compression.feedback import Feedback, Ledger, Memories
 from fusion.compression.onebit import OneBit as onebit  # noqa: N813
 from fusion.compression.policy import Policy
 from fusion.compression.powersgd import PowerSGD as powersgd  # noqa: N813
@@ -27,6 +27,7 @@ __all__ = [
     "Compressor",
     "Feedback",
     "Key",
+    "Ledger",
     "Memories",
     "Memory",
     "Piece",
