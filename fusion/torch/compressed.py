@@ -83,12 +83,15 @@ class Compressed:
 
     def close(self, slots: Sequence[Slot], votes: list[float]) -> list[float]:
         """Send zeros for what is missing, wait for everything, and decide what is remembered."""
-        for bucket in self._buckets:
-            bucket.complete()
-        agreed = self._dynamic.close(slots, votes)
-        wait_all([bucket.handle for bucket in self._buckets if bucket.handle is not None])
-        for bucket in self._buckets:
-            bucket.wait()
+        try:
+            for bucket in self._buckets:
+                bucket.complete()
+            agreed = self._dynamic.close(slots, votes)
+        finally:
+            flights = [bucket.landed() for bucket in self._buckets]
+        wait_all([flight.handle for flight in flights if flight.handle is not None])
+        for bucket, flight in zip(self._buckets, flights, strict=True):
+            bucket.take(flight)
         used = {slot.index for slot, vote in zip(slots, agreed, strict=False) if vote > 0}
         keeping, dropping = (vote > 0 for vote in agreed[-FLAGS : -FLAGS + 2])
         wanted = keeping and not dropping and not any(bucket.spoilt for bucket in self._buckets)
@@ -123,6 +126,14 @@ class Compressed:
             self._bucket_of.update((slot.index, bucket) for slot in slots)
 
 
+class _Flight:
+    """What is sent for a bucket in one window."""
+
+    def __init__(self) -> None:
+        self.grads: dict[int, torch.Tensor] = {}
+        self.handle: Handle | None = None
+
+
 class _Bucket:
     """Some slots and, during a window, what travels for each."""
 
@@ -147,9 +158,8 @@ class _Bucket:
             True: plain,
             False: wire.request(name, plain.dtypes, plain.shapes, codec=compressor.spec),
         }
-        self._grads: dict[int, torch.Tensor] = {}
         self._results: dict[int, torch.Tensor] = {}
-        self.handle: Handle | None = None
+        self._flight = _Flight()
 
     @property
     def spoilt(self) -> bool:
@@ -157,8 +167,8 @@ class _Bucket:
         return self._ledger is not None and self._ledger.discarded
 
     def add(self, slot: Slot, grad: torch.Tensor) -> Parcel:
-        self._grads[slot.index] = grad
-        if len(self._grads) == len(self._slots):
+        self._flight.grads[slot.index] = grad
+        if len(self._flight.grads) == len(self._slots):
             self._submit()
         return Parcel(grad, lambda: self._results[slot.index])
 
@@ -168,21 +178,26 @@ class _Bucket:
 
     def complete(self) -> None:
         """Submit, if that has not happened yet, with zeros for what is missing."""
-        if self.handle is None:
+        if self._flight.handle is None:
             for slot in self._slots:
-                if slot.index not in self._grads:
-                    self._grads[slot.index] = torch.zeros_like(slot.parameter, requires_grad=False)
+                if slot.index not in self._flight.grads:
+                    self._flight.grads[slot.index] = torch.zeros_like(slot.parameter, requires_grad=False)
             self._submit()
 
-    def wait(self) -> None:
-        """Keep the results until the next window is closed."""
-        handle, self.handle = self.handle, None
-        grads, self._grads = self._grads, {}
-        self._results = {}
-        assert handle is not None
-        outputs = handle.result()
-        for slot, output in zip(self._slots, outputs, strict=True):
-            grad = grads[slot.index]
+    def landed(self) -> _Flight:
+        """Make ready for the next window; returns what was sent in this one."""
+        flight, self._flight, self._results = self._flight, _Flight(), {}
+        return flight
+
+    def take(self, flight: _Flight) -> None:
+        """Keep the results until the next window is closed.
+
+        Raises:
+            FusionError: the reduction failed.
+        """
+        assert flight.handle is not None
+        for slot, output in zip(self._slots, flight.handle.result(), strict=True):
+            grad = flight.grads[slot.index]
             reduced = torch.view_as_complex(output) if grad.is_complex() else output
             self._results[slot.index] = reduced if grad.requires_grad else grad
 
@@ -199,7 +214,7 @@ class _Bucket:
         inputs: list[torch.Tensor] = []
         outputs: list[torch.Tensor | None] = []
         for slot in self._slots:
-            grad = self._grads[slot.index]
+            grad = self._flight.grads[slot.index]
             values = torch.view_as_real(grad.detach()) if grad.is_complex() else grad.data
             inputs.append(values)
             # A gradient that is part of a graph (`create_graph=True`) must not be written to.
@@ -207,7 +222,7 @@ class _Bucket:
         warm = self._compressing.warm
         extra: Any = None if warm else self._extra
         request = self._requests[warm]
-        self.handle = self._wire.group.submit(request, inputs, outputs, extra=extra, unpack=list)
+        self._flight.handle = self._wire.group.submit(request, inputs, outputs, extra=extra, unpack=list)
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
