@@ -3,7 +3,8 @@
 The tensors of a response are laid into one flat float32 bucket, which the compressor of the
 request's codec reduces. What it adds up rides the all-reduce of this package that would serve so
 many elements, what it gathers rides the all-gather; so inside a node payloads go through shared
-memory, and between nodes nothing but payloads crosses.
+memory, and between nodes nothing but payloads crosses. Between nodes 16-bit values are exchanged
+directly, since the ring would widen them.
 
 Cost beside the compressor's own: one pass over the bucket to pack and one to unpack, two to look
 for infinities, one to add what is remembered.
@@ -77,16 +78,30 @@ class _Transport:
         self.payload = 0
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
+        self.payload += values.nbytes
+        if values.element_size() == 2 and len(self._means.topology.nodes) > 1:
+            return self._mean_of_narrow(values)
         output = torch.empty_like(values)
         self._run(OpKind.ALLREDUCE, values, [output])
         return output
 
     def gather(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
-        outputs: list[torch.Tensor | None] = [None]
-        self._run(OpKind.ALLGATHER, payload, outputs)
-        (gathered,) = outputs
-        assert gathered is not None
-        return gathered.split(len(payload))
+        self.payload += payload.nbytes
+        return self._run(OpKind.ALLGATHER, payload, [None]).split(len(payload))
+
+    def _mean_of_narrow(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of 16-bit values with nothing wider on the wire.
+
+        A ring passes partial sums on, which are float32 so that they are rounded once; here every rank
+        gets all ranks' values of its share instead, and sends its share of the mean to all.
+        """
+        size = self._means.topology.size
+        share = -(-len(values) // size)
+        whole = values.new_zeros(share * size)
+        whole[: len(values)] = values
+        received = self._run(OpKind.ALLTOALL, whole, [None]).view(size, share)
+        mean = received.to(torch.float32).sum(0).div_(size).to(values.dtype)
+        return self._run(OpKind.ALLGATHER, mean, [None])[: len(values)]
 
     def mark(self, phase: str) -> None:
         """What happened since the last time was this phase."""
@@ -94,20 +109,22 @@ class _Transport:
         self._means.recorder.span(phase, (self._job.name,), self._since, now, self._job.response.nbytes)
         self._since = now
 
-    def _run(self, kind: OpKind, values: torch.Tensor, outputs: list[torch.Tensor | None]) -> None:
+    def _run(self, kind: OpKind, values: torch.Tensor, outputs: list[torch.Tensor | None]) -> torch.Tensor:
         self.mark("pack")
-        self.payload += values.nbytes
         response, layout = self._plan(kind, name_of(values.dtype), len(values))
         entry = Entry(response.first, [values], outputs, self._job.entries[0].handle, self._since)
         self._plain(Job(response, layout, [entry]))
         self._since = time.monotonic()
+        output = outputs[0]
+        assert output is not None
+        return output
 
     def _plan(self, kind: OpKind, dtype: str, count: int) -> tuple[Response, Layout]:
         """The same each time this bucket is sent, so made once."""
         key = ("compressed", kind, dtype, count)
         plan: tuple[Response, Layout] | None = self._job.layout.kept.get(key)
         if plan is None:
-            shape = (ANY,) if kind == OpKind.ALLGATHER else (count,)
+            shape = (count,) if kind == OpKind.ALLREDUCE else (ANY,)
             request = Request(self._job.name, kind, (dtype,), (shape,), op=ReduceOp.AVERAGE)
             response = Response(kind, dtype, (Part(request, 0),))
             plan = self._job.layout.kept[key] = response, Layout(response)
