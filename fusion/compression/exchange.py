@@ -67,7 +67,8 @@ def exchange(
     if not finite:
         bucket.fill_(float("nan"))
     memories = None if ledger is None else ledger.memories
-    mean = compressor.reduce(bucket, info, key, transport, memories)
+    keep = ledger is not None and ledger.feedback
+    mean = compressor.reduce(bucket, info, key, transport, memories, keep=keep)
     if ledger is not None:
         ledger.stage(bucket)
         # The mean has the same bits on every rank, so all ranks decide alike.

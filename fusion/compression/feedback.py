@@ -44,7 +44,7 @@ class Ledger:
         self.discarded = False
         self.info = info
         self.memories = memories
-        self._feedback = feedback
+        self.feedback = feedback
         self._staged: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class Ledger:
 
     def add_to(self, bucket: torch.Tensor) -> None:
         """Add the residuals to the bucket."""
-        if not self._feedback:
+        if not self.feedback:
             return
         pairs = [
             (piece.of(bucket), memory.residual)
@@ -71,7 +71,7 @@ class Ledger:
 
     def stage(self, bucket: torch.Tensor) -> None:
         """`bucket` is what did not get across; it is kept, not copied."""
-        if self._feedback:
+        if self.feedback:
             self._staged = bucket
         else:
             self._spare = bucket
