@@ -89,6 +89,9 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     postscale: float = 1.0
     device: str = "cpu"
     codec: str = "none"
+    """How values are compressed on the way; see `fusion.compression.parse`."""
+    terms: str = ""
+    """What else the ranks must have in common, in words; only compared."""
     region: Region | None = None
 
     @cached_property

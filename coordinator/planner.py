@@ -15,9 +15,11 @@ from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     """Pack all-reduces of one kind greedily into responses of at most `threshold` bytes.
 
-    A tensor larger than the threshold goes alone; threshold 0 fuses nothing. A
-    different dtype, op, scale, device or codec never ends a bucket, it only
-    fills another one beside it. Responses come in the order of their first part.
+    A tensor larger than the threshold goes alone; threshold 0 fuses nothing. What a
+    request with a codec asks for is a bucket by itself, so that what a compressor
+    sees does not depend on what is ready at the same time. A different dtype, op,
+    scale or device never ends a bucket, it only fills another one beside it.
+    Responses come in the order of their first part.
 
     Args:
         requests: the agreed ready set, in the agreed order.
@@ -30,7 +32,7 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
             part = Part(request, index)
             key = _key(request, dtype)
             bucket = filling.get(key)
-            if bucket is None or not _fuses(request) or bucket.nbytes + part.nbytes > threshold:
+            if bucket is None or not _fits(part, bucket, threshold):
                 bucket = _Bucket(request.kind, dtype)
                 buckets.append(bucket)
                 filling[key] = bucket
@@ -55,6 +57,13 @@ class _Bucket:
         return Response(self.kind, self.dtype, tuple(self.parts))
 
 
+def _fits(part: Part, bucket: _Bucket, threshold: int) -> bool:
+    """Whether a part joins the bucket of its key."""
+    if part.request.codec != "none":
+        return True  # No other request has its key.
+    return _fuses(part.request) and bucket.nbytes + part.nbytes <= threshold
+
+
 def _fuses(request: Request) -> bool:
     """Only all-reduces share a buffer; a bucket in shared memory is one already,
     and Adasum weighs each tensor by its own norm."""
@@ -70,6 +79,6 @@ def _key(request: Request, dtype: str) -> tuple[Any, ...]:
         request.postscale,
         request.root_rank,
         request.device,
-        request.codec,
+        request.codec if request.codec == "none" else request.name,
         request.region is None,
     )

@@ -45,6 +45,7 @@ class Recorder:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._cycles = self._responses = self._tensors = self._bytes = 0
         self._buffers = self._reduced_tensors = self._reduced_bytes = 0
+        self._compressed_bytes = self._payload_bytes = 0
         self._cycle_start = 0.0
         self._timeline: Timeline | None = None
         if timeline is not None:
@@ -87,6 +88,11 @@ class Recorder:
         if timeline is not None:
             timeline.span(phase, names, start, stop, nbytes)
 
+    def compressed(self, nbytes: int, payload: int) -> None:
+        """Tensors of `nbytes` together were moved as `payload` bytes."""
+        self._compressed_bytes += nbytes
+        self._payload_bytes += payload
+
     def response(self, response: Response) -> None:
         """A response has been run."""
         self._responses += 1
@@ -110,6 +116,8 @@ class Recorder:
             buffers=self._buffers,
             reduced_tensors=self._reduced_tensors,
             reduced_bytes=self._reduced_bytes,
+            compressed_bytes=self._compressed_bytes,
+            payload_bytes=self._payload_bytes,
             queued_s=self._seconds["queued"],
             negotiate_s=self._seconds["negotiate"],
             pack_s=self._seconds["pack"],

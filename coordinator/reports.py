@@ -126,6 +126,7 @@ _LABELS = {
     "postscale": "postscale factor",
     "device": "device",
     "codec": "compression",
+    "terms": "compression of gradients",
     "region": "shared memory region",
 }
 
@@ -136,7 +137,7 @@ def _value(request: Request, field: str) -> Any:
         return value.name.lower()
     if field in ("dtypes", "shapes") and len(value) == 1:
         return value[0]
-    return value
+    return value or "none" if field == "terms" else value
 
 
 def _and(fields: list[str]) -> str:

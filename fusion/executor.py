@@ -26,6 +26,7 @@ from fusion.collectives.alltoall import Alltoall
 from fusion.collectives.barrier import Barrier
 from fusion.collectives.broadcast import Broadcast
 from fusion.collectives.chooser import Algorithm, choose
+from fusion.collectives.compressed import CompressedAllreduce
 from fusion.collectives.hierarchical import HierarchicalAllreduce, vector_bytes
 from fusion.collectives.in_place import InPlaceAllreduce
 from fusion.collectives.job import Collective, Job, Means, Recorder
@@ -101,15 +102,18 @@ class CpuExecutor:
         if response.kind == OpKind.ARENA:
             self._make_arena(response, entries[0])
             return
+        job = Job(response, self._layouts.get(response), entries)
+        with torch.no_grad():  # Inputs and outputs may be parameters; nothing here is differentiated.
+            self._run(job)
+
+    def _run(self, job: Job) -> None:
         algorithm = choose(
-            response,
+            job.response,
             nodes=len(self._topology.nodes),
             size=self._topology.size,
             hierarchy=self._hierarchy,
         )
-        job = Job(response, self._layouts.get(response), entries)
-        with torch.no_grad():  # Inputs and outputs may be parameters; nothing here is differentiated.
-            self._collectives[algorithm](job)
+        self._collectives[algorithm](job)
 
     def absent(self, request: Request, handle: Handle) -> Entry:
         """An entry for a rank that has joined; see `coordinator.executor.Executor`."""
@@ -141,6 +145,7 @@ class CpuExecutor:
             Algorithm.REDUCESCATTER: Reducescatter(means),
             Algorithm.BARRIER: Barrier(means),
             Algorithm.ADASUM: AdasumAllreduce(means),
+            Algorithm.COMPRESSED: CompressedAllreduce(means, self._run),
         }
         if self._alone is not None:
             collectives[Algorithm.RING] = HierarchicalAllreduce(means, self._alone, means.world, 1)

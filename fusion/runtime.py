@@ -24,6 +24,7 @@ from coordinator.handle import Handle
 from coordinator.messages import OpKind, Request, Response
 from coordinator.recorder import Recorder
 from coordinator.stats import Stats
+from fusion.compression.policy import check_settings
 from fusion.config import Config, load
 from fusion.exits import ExitWatch
 
@@ -234,6 +235,7 @@ def init(
         if _runtime is not None:
             return _runtime
         loaded = load(config, **overrides)
+        check_settings(loaded.config, loaded.origins)
         mpi = _start_mpi()
         world = _communicator(mpi, comm)
         _set_up_logging(loaded.config.log_level, world.rank)

@@ -8,7 +8,7 @@ each pair of ranks exchanges messages, all in flight at once.
 
 Cost for S bytes sent by a rank to p ranks: p^2 words for the splits; then, on
 one node, a barrier for each chunk of the longest input and S read and written;
-over several, p - 1 messages of S/p bytes each way.
+over several, S/p bytes to and from each of p - 1 ranks, in segments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import torch
 
 from fusion.channel import Ints
 from fusion.collectives.job import Job, Means
+from fusion.collectives.node import ranges
 
+_MOST_SEGMENTS = 256
+"""Messages in flight from one rank to another."""
 BAD = -1
 """Sent in place of splits that do not fit the input."""
 
@@ -73,10 +76,16 @@ class Alltoall:
         requests = []
         for distance in range(1, world.size):
             left, right = (world.rank - distance) % world.size, (world.rank + distance) % world.size
-            requests += world.receive(output[slice(*incoming[left])], left)
-            requests += world.send(source[slice(*outgoing[right])], right)
+            for lo, hi in self._segments(*incoming[left]):
+                requests += world.receive(output[lo:hi], left)
+            for lo, hi in self._segments(*outgoing[right]):
+                requests += world.send(source[lo:hi], right)
         output[slice(*incoming[world.rank])].copy_(source[slice(*outgoing[world.rank])])
         world.wait_all(requests)
+
+    def _segments(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """Messages as long as MPI sends at once, if that are not too many; both sides cut alike."""
+        return ranges(lo, hi, max(self._means.segment_bytes, (hi - lo) // _MOST_SEGMENTS + 1))
 
 
 def _splits(extra: Sequence[int] | torch.Tensor | None, rows: int, size: int) -> list[int]:

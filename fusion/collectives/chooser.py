@@ -20,6 +20,7 @@ class Algorithm(Enum):
     REDUCESCATTER = auto()
     BARRIER = auto()
     ADASUM = auto()
+    COMPRESSED = auto()
 
 
 _BY_KIND = {
@@ -43,6 +44,8 @@ def choose(response: Response, *, nodes: int, size: int, hierarchy: str) -> Algo
     """
     if response.kind != OpKind.ALLREDUCE:
         return _BY_KIND[response.kind]
+    if response.first.codec != "none":
+        return Algorithm.COMPRESSED
     if response.first.op == ReduceOp.ADASUM:
         return Algorithm.ADASUM
     if response.first.region is not None:

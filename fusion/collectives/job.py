@@ -32,6 +32,10 @@ class Recorder(Protocol):
         """Note one phase; times are `time.monotonic()` seconds."""
         ...
 
+    def compressed(self, nbytes: int, payload: int) -> None:
+        """Note that tensors of `nbytes` were moved as `payload` bytes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Means:

@@ -11,8 +11,9 @@ from fusion.compression.base import BucketInfo, Compressor, Key, Memory, Piece, 
 from fusion.compression.cast import BFloat16 as bf16  # noqa: N813, used like functions
 from fusion.compression.cast import Float16 as fp16  # noqa: N813
 from fusion.compression.cast import Uncompressed as none  # noqa: N813
-from fusion.compression.feedback import Feedback
+from fusion.compression.feedback import Feedback, Ledger, Memories
 from fusion.compression.onebit import OneBit as onebit  # noqa: N813
+from fusion.compression.policy import Policy
 from fusion.compression.powersgd import PowerSGD as powersgd  # noqa: N813
 from fusion.compression.quantize import Int8 as int8  # noqa: N813
 from fusion.compression.randomk import RandomK as randomk  # noqa: N813
@@ -26,8 +27,11 @@ __all__ = [
     "Compressor",
     "Feedback",
     "Key",
+    "Ledger",
+    "Memories",
     "Memory",
     "Piece",
+    "Policy",
     "Transport",
     "bf16",
     "fp16",

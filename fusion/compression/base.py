@@ -198,6 +198,8 @@ class Compressor(msgspec.Struct, frozen=True):
         key: Key,
         transport: Transport,
         memories: Sequence[Memory] | None = None,
+        *,
+        keep: bool = True,
     ) -> torch.Tensor:
         """The mean over all ranks of what their buckets are decoded to, flat float32, new.
 
@@ -211,13 +213,15 @@ class Compressor(msgspec.Struct, frozen=True):
             key: its seed is the same on all ranks.
             transport: the other ranks.
             memories: as for `encode`; a basis is updated.
+            keep: whether what did not get across is wanted; if not, `values` holds anything afterwards.
         """
         payload = self.encode(values, info, key, memories)
         gathered = transport.gather(payload)
         total = torch.zeros(info.count)
         for other in gathered:
             self.add(other, info, total)
-        self.add(payload, info, values, sign=-1)
+        if keep:
+            self.add(payload, info, values, sign=-1)
         return total.div_(len(gathered))
 
 

@@ -52,14 +52,14 @@ class _Cast(Compressor, frozen=True):
         key: Key,
         transport: Transport,
         memories: Sequence[Memory] | None = None,
+        *,
+        keep: bool = True,
     ) -> torch.Tensor:
         """See `Compressor.reduce`: one all-reduce in the narrow dtype."""
         narrow = values.to(self.dtype)
         mean = transport.mean(narrow)
-        if narrow is values:
-            values.zero_()
-        else:
-            values.sub_(narrow)
+        if keep:
+            values.sub_(narrow.to(torch.float32))
         return mean.to(torch.float32)
 
 

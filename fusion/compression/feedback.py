@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fusion.compression.base import BucketInfo, Compressor, Key, Memory
+from fusion.compression.registry import with_feedback
 
 
 class Ledger:
@@ -30,12 +31,20 @@ class Ledger:
         info: the bucket.
         memories: of its pieces, in order.
         feedback: whether residuals are kept.
+        immediate: whether what is staged counts at once, with no `commit` of the owner.
+
+    Attributes:
+        discarded: what was staged last was rolled back.
     """
 
-    def __init__(self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool) -> None:
+    def __init__(
+        self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool, immediate: bool = False
+    ) -> None:
+        self.immediate = immediate
+        self.discarded = False
         self.info = info
         self.memories = memories
-        self._feedback = feedback
+        self.feedback = feedback
         self._staged: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
@@ -44,12 +53,13 @@ class Ledger:
 
     def buffer(self) -> torch.Tensor:
         """Room for the bucket, which becomes the residuals if it is staged and committed."""
+        self.discarded = False
         spare, self._spare = self._spare, None
         return torch.empty(self.info.count) if spare is None else spare
 
     def add_to(self, bucket: torch.Tensor) -> None:
         """Add the residuals to the bucket."""
-        if not self._feedback:
+        if not self.feedback:
             return
         pairs = [
             (piece.of(bucket), memory.residual)
@@ -61,7 +71,7 @@ class Ledger:
 
     def stage(self, bucket: torch.Tensor) -> None:
         """`bucket` is what did not get across; it is kept, not copied."""
-        if self._feedback:
+        if self.feedback:
             self._staged = bucket
         else:
             self._spare = bucket
@@ -89,22 +99,24 @@ class Ledger:
 
     def rollback(self) -> None:
         """Forget what was staged."""
+        self.discarded = True
         if self._staged is not None:
             self._spare, self._staged = self._staged, None
 
 
-class Feedback:
-    """A compressor with a memory, for tensors by name.
+class Memories:
+    """What is remembered of tensors, by name."""
 
-    Pass it as `compression=` to operations, or use `encode` for a message of your own.
-    """
-
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor = compressor
+    def __init__(self) -> None:
         self._memories: dict[str, Memory] = {}
 
-    def open(self, info: BucketInfo) -> Ledger:
+    def open(self, info: BucketInfo, *, feedback: bool, immediate: bool = False) -> Ledger:
         """The ledger of a bucket.
+
+        Args:
+            info: the bucket.
+            feedback: see `Ledger`.
+            immediate: see `Ledger`.
 
         Raises:
             ValueError: what is remembered of a tensor has another shape than the tensor.
@@ -115,25 +127,10 @@ class Feedback:
             if memory.residual is not None and memory.residual.numel() != piece.count:
                 raise ValueError(
                     f"the residual of '{piece.name}' has {memory.residual.numel()} elements, but the "
-                    f"tensor has shape {tuple(piece.shape)}: it is of another model. Call reset() to start without it"
+                    f"tensor has shape {tuple(piece.shape)}: call reset() to start without residuals"
                 )
             memories.append(memory)
-        return Ledger(info, memories, feedback=getattr(self.compressor, "feedback", False))
-
-    def encode(self, values: torch.Tensor, info: BucketInfo, key: Key) -> torch.Tensor:
-        """Like `Compressor.encode`, with feedback: for a message that certainly arrives."""
-        ledger = self.open(info)
-        bucket = ledger.buffer().copy_(values)
-        ledger.add_to(bucket)
-        payload = self.compressor.encode(bucket, info, key, ledger.memories)
-        self.compressor.add(payload, info, bucket, sign=-1)
-        ledger.stage(bucket)
-        ledger.commit()
-        return payload
-
-    def decode(self, payload: torch.Tensor, info: BucketInfo) -> torch.Tensor:
-        """Like `Compressor.decode`."""
-        return self.compressor.decode(payload, info)
+        return Ledger(info, memories, feedback=feedback, immediate=immediate)
 
     def residual(self, name: str) -> torch.Tensor | None:
         """What of a tensor has not got across so far, flat, a copy; None for nothing."""
@@ -143,6 +140,11 @@ class Feedback:
     def reset(self) -> None:
         """Forget everything."""
         self._memories.clear()
+
+    def forget_residuals(self) -> None:
+        """Forget what has not got across, but not where to start from."""
+        for memory in self._memories.values():
+            memory.residual = None
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """What is remembered, by tensor; copies."""
@@ -157,7 +159,7 @@ class Feedback:
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Sequence[int]] | None = None
     ) -> None:
-        """Replace what is remembered.
+        """Replace what is remembered; if it raises, nothing has changed.
 
         Args:
             state: of `state_dict`.
@@ -168,14 +170,59 @@ class Feedback:
         """
         memories: dict[str, Memory] = {}
         for name, kept in state.items():
-            residual = kept.get("residual")
+            residual, basis = kept.get("residual"), kept.get("basis")
             if shapes is not None:
                 _check(name, residual, shapes)
             memories[name] = Memory(
                 None if residual is None else residual.detach().reshape(-1).to(torch.float32, copy=True),
-                None if kept.get("basis") is None else kept["basis"].detach().to(torch.float32, copy=True),
+                None if basis is None else basis.detach().to(torch.float32, copy=True),
             )
         self._memories = memories
+
+
+class Feedback:
+    """A compressor with a memory, for tensors by name.
+
+    Pass it as `compression=` to operations, each call with the same name for the same tensor;
+    or use `encode` and `decode` for a message of your own. An optimizer makes its own from a
+    compressor.
+
+    Args:
+        compressor: the method; its own `feedback` is switched on.
+
+    Attributes:
+        memories: what is remembered, for saving, loading and forgetting.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = with_feedback(compressor, True)
+        self.memories = Memories()
+
+    def open(self, info: BucketInfo) -> Ledger:
+        """The ledger of a bucket that certainly arrives."""
+        return self.memories.open(info, feedback=True, immediate=True)
+
+    def encode(self, values: torch.Tensor, info: BucketInfo, key: Key) -> torch.Tensor:
+        """Like `Compressor.encode`, with feedback; for a message that certainly arrives.
+
+        What was not finite is not remembered: the payload says NaN.
+        """
+        ledger = self.open(info)
+        bucket = ledger.buffer().copy_(values)
+        ledger.add_to(bucket)
+        finite = bool(torch.isfinite(bucket).all())
+        payload = self.compressor.encode(
+            bucket if finite else bucket.fill_(float("nan")), info, key, ledger.memories
+        )
+        self.compressor.add(payload, info, bucket, sign=-1)
+        if finite:
+            ledger.stage(bucket)
+            ledger.commit()
+        return payload
+
+    def decode(self, payload: torch.Tensor, info: BucketInfo) -> torch.Tensor:
+        """Like `Compressor.decode`."""
+        return self.compressor.decode(payload, info)
 
 
 def _check(name: str, residual: torch.Tensor | None, shapes: Mapping[str, Sequence[int]]) -> None:

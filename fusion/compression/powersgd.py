@@ -83,10 +83,13 @@ class PowerSGD(Compressor, frozen=True):
         key: Key,
         transport: Transport,
         memories: Sequence[Memory] | None = None,
+        *,
+        keep: bool = True,
     ) -> torch.Tensor:
         """See `Compressor.reduce`: two all-reduces, one after the other."""
         dense, left, right = self._factors(values, info, memories, transport.mean)
-        values.sub_(self._product(self._dense(values, info), left, right, info))
+        if keep:
+            values.sub_(self._product(self._dense(values, info), left, right, info))
         mean = transport.mean(right) if len(right) else right
         if memories is not None and self.warm and bool(mean.isfinite().all()):
             for number, basis in self._split(mean, info, side=1):

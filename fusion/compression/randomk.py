@@ -72,13 +72,16 @@ class RandomK(Compressor, frozen=True):
         key: Key,
         transport: Transport,
         memories: Sequence[Memory] | None = None,
+        *,
+        keep: bool = True,
     ) -> torch.Tensor:
         """See `Compressor.reduce`: one all-reduce of the values."""
         indices = self._indices(info.count, key)
         mean = transport.mean(values[indices])
         total = torch.zeros(info.count)
         total[indices] = mean.mul_(self._scale(info.count))
-        values[indices] *= 1 - self._scale(info.count)
+        if keep:
+            values[indices] *= 1 - self._scale(info.count)
         return total
 
     def _indices(self, count: int, key: Key) -> torch.Tensor:

@@ -49,6 +49,40 @@ class Config(Struct, frozen=True, kw_only=True):
         Literal["dynamic", "static"],
         Meta(description="dynamic: fuse what is ready; static: gradients are views into the fusion buffer."),
     ] = "dynamic"
+    compression: Annotated[
+        str,
+        Meta(
+            description="How gradients are compressed on their way, such as topk:0.01.",
+            extra={"expects": "the name of a compressor and its settings, such as topk:0.01, or none"},
+        ),
+    ] = "none"
+    compression_rules: Annotated[
+        dict[str, str] | None,
+        Meta(
+            description="Other compressors, by patterns of parameter names; the first that matches counts.",
+            extra={
+                "expects": "a mapping from patterns of names to compressors (JSON in a variable), or null"
+            },
+        ),
+    ] = None
+    compression_dense_below: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Smaller parameters, and all vectors, are not compressed unless a rule says so.",
+            extra={"unit": "elements"},
+        ),
+    ] = 1024
+    compression_warmup_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Steps at the beginning in which nothing is compressed.",
+            extra={"unit": "steps"},
+        ),
+    ] = 0
     hierarchy: Annotated[
         Literal["auto", "on", "off"],
         Meta(description="Whether the ranks of a node combine their tensors before the ring between nodes."),
@@ -130,6 +164,8 @@ class Field(Struct, frozen=True):
     description: str
     unit: str
     bounds: tuple[float, float] | None
+    words: str = ""
+    """The values allowed, in words, when neither choices nor bounds say it."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -142,7 +178,7 @@ class Field(Struct, frozen=True):
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.bounds is None:
-            return "a path, or null"
+            return self.words or "a path, or null"
         kind = "a whole number" if self.type is int else "a number"
         low, high = self.bounds
         return f"{kind} of {self.unit} from {low:,.10g} to {high:,.10g}"
@@ -176,7 +212,17 @@ class Field(Struct, frozen=True):
             return value.lower() if isinstance(value, str) else value
         if text and isinstance(self.type, UnionType) and str(value).lower() in ("null", "none"):
             return None
+        if text and self.type == dict[str, str] | None:
+            return _mapping(value)
         return value
+
+
+def _mapping(text: object) -> object:
+    """A mapping in a variable is JSON; what is not stays text, which is then refused."""
+    try:
+        return msgspec.json.decode(str(text))
+    except msgspec.DecodeError:
+        return text
 
 
 def _fields() -> dict[str, Field]:
@@ -191,6 +237,7 @@ def _fields() -> dict[str, Field]:
             description=meta.description,
             unit=(meta.extra or {}).get("unit", ""),
             bounds=None if meta.ge is None else (meta.ge, meta.le),
+            words=(meta.extra or {}).get("expects", ""),
         )
     return fields
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.compression import BucketInfo, Compressor, Feedback, Key, parse
-from fusion.compression.feedback import Ledger
+from fusion.compression import BucketInfo, Compressor, Key, Ledger, Memories, parse
 from fusion.federated.sampling import seed_of
 from fusion.federated.vector import Layout
 
@@ -39,15 +38,20 @@ class Uplink:
         self._info = BucketInfo.of((piece.name, piece.shape) for piece in layout.parameters)
         self._dtype = layout.torch_dtype
         self._seed = seed
-        self._memories: dict[int, Feedback] = {}
-        self._pending: dict[int, Ledger] = {}
+        self._memories: dict[int, Memories] = {}
+        self._ledgers: dict[int, Ledger] = {}
         self._sent: dict[int, int] = {}
 
     def add_client(self, client: int) -> None:
         """Make room for a client of this rank, before it encodes."""
-        if self._compressor is not None:
-            self._memories[client] = Feedback(self._compressor)
         self._sent[client] = 0
+        if self._compressor is not None:
+            self._memories[client] = Memories()
+            self._open(client, self._compressor)
+
+    def _open(self, client: int, compressor: Compressor) -> None:
+        feedback = getattr(compressor, "feedback", False)
+        self._ledgers[client] = self._memories[client].open(self._info, feedback=feedback)
 
     def encode(self, client: int, change: Tensor) -> Tensor:
         """The payload of a client's change, to be settled before its next one.
@@ -62,7 +66,7 @@ class Uplink:
             return change
         key = Key(seed_of(self._seed, client, self._sent[client]))
         self._sent[client] += 1
-        ledger = self._memories[client].open(self._info)
+        ledger = self._ledgers[client]
         bucket = ledger.buffer().copy_(change)
         ledger.add_to(bucket)
         payload = self._compressor.encode(bucket, self._info, key, ledger.memories)
@@ -73,12 +77,11 @@ class Uplink:
                 "another compressor or a smaller learning rate"
             )
         ledger.stage(bucket)
-        self._pending[client] = ledger
         return payload
 
     def settle(self, client: int, *, used: bool) -> None:
         """Say whether the client's last update was used; nothing if it is settled or of another rank."""
-        ledger = self._pending.pop(client, None)
+        ledger = self._ledgers.get(client)
         if ledger is None:
             return
         if used:
@@ -107,8 +110,9 @@ class Uplink:
         """
         shapes = {piece.name: piece.shape for piece in self._info.pieces}
         for client, kept in state.items():
-            if client in self._memories:
+            if self._compressor is not None and client in self._memories:
                 self._memories[client].load_state_dict(kept["memory"], shapes)
+                self._open(client, self._compressor)
                 self._sent[client] = kept["sent"]
 
 

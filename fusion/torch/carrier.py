@@ -28,6 +28,8 @@ class Wire(msgspec.Struct, frozen=True):
     postscale: float
     compression: type[Compressor]
     process_set: ProcessSet = global_process_set
+    terms: str = ""
+    """What the ranks must have in common beside, in words."""
 
     @property
     def group(self) -> Group:
@@ -40,6 +42,9 @@ class Wire(msgspec.Struct, frozen=True):
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
         region: Region | None = None,
+        *,
+        codec: str = "none",
+        terms: str = "",
     ) -> Request:
         """The request to reduce tensors of these dtypes and shapes."""
         return Request(
@@ -51,6 +56,8 @@ class Wire(msgspec.Struct, frozen=True):
             prescale=self.prescale,
             postscale=self.postscale,
             region=region,
+            codec=codec,
+            terms=terms,
         )
 
     @property

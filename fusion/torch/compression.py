@@ -11,6 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
+from fusion.compression.onebit import OneBit
+from fusion.compression.powersgd import PowerSGD
+from fusion.compression.quantize import Int8
+from fusion.compression.randomk import RandomK
+from fusion.compression.terngrad import TernGrad
+from fusion.compression.topk import TopK
+
 
 class Compressor(Protocol):
     """What `compression=` takes."""
@@ -70,8 +77,18 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors by name."""
+    """The compressors by name.
+
+    The first three cast single tensors, as in Horovod. The others compress buckets, and are made with
+    their settings, such as `Compression.topk(0.01)`; see `fusion.compression`.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8
+    onebit = OneBit
+    terngrad = TernGrad
+    topk = TopK
+    randomk = RandomK
+    powersgd = PowerSGD

@@ -50,7 +50,8 @@ class Dynamic:
         if not wire.adds:
             wire, dtype = Wire(ReduceOp.MAX, 1.0, 1.0, NoneCompressor), torch.float32
         ballot = torch.tensor(votes, dtype=dtype)
-        request = wire.request(f"{self._scope}votes", (name_of(dtype),), (tuple(ballot.shape),))
+        name, shape = f"{self._scope}votes", tuple(ballot.shape)
+        request = wire.request(name, (name_of(dtype),), (shape,), terms=wire.terms)
         self._wire.group.submit(request, [ballot], [ballot]).result()
         agreed: list[float] = ballot.tolist()
         return agreed

@@ -95,7 +95,7 @@ def broadcast_optimizer_state(
     scope = group_of(process_set).unnamed("broadcast_optimizer_state", blocking=False)
     root = runtime.current().topology.rank == root_rank
     tensors: list[torch.Tensor] = []
-    header = _pack(optimizer.state_dict(), tensors) if root else None
+    header = _pack(_shared_state(optimizer), tensors) if root else None
     header = broadcast_object(header, root_rank, name=f"{scope}.header", process_set=process_set)
     if not root:
         tensors = [_empty(placeholder) for placeholder in _placeholders(header)]
@@ -107,6 +107,13 @@ def broadcast_optimizer_state(
         handle.result()
     if not root:
         _load(optimizer, _unpack(header, tensors))
+
+
+def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state without the residuals of compression, which are each rank's own."""
+    state = optimizer.state_dict()
+    compression = state.pop("compression", None)
+    return state if compression is None else {**state, "compression_steps": compression["steps"]}
 
 
 def _pack(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -178,6 +185,9 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         for key in set(group) - set(sent):
             del group[key]
         group.update({key: value for key, value in sent.items() if key != "params"})
+    compressing = getattr(optimizer, "_compressing", None)
+    if compressing is not None and "compression_steps" in state:
+        compressing.steps = state["compression_steps"]
     optimizer.state.clear()
     for key, value in state["state"].items():
         optimizer.state[by_number.get(key, key)] = value

@@ -14,7 +14,9 @@ prescale_factor, postscale_factor
                 the values are multiplied by these before and after the sum.
 root_rank       whose values a broadcast sends; a rank among all ranks, also in a process set.
 splits          how many rows of `tensor` go to each rank (default: equal parts).
-compression     cast to a narrower type on the way, see `Compression`.
+compression     a method of `fusion.compression` such as `topk(0.01)`, its specification
+                "topk:0.01", or a `fusion.compression.Feedback` of it to remember what did not
+                get across; or a cast to a narrower type, see `Compression`.
 process_set     the ranks that take part, by default all. Only they may call; averages, splits
                 and the order of gathered rows are those of the set.
 
@@ -33,7 +35,8 @@ import torch
 from coordinator.handle import Handle
 from coordinator.messages import OpKind, ReduceOp, Request
 from fusion import runtime
-from fusion.torch.compression import Compression, Compressor
+from fusion.torch.codec import NO_CODEC, codec_for, codec_of
+from fusion.torch.compression import Compression
 from fusion.torch.forms import Form, forms
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 from fusion.torch.repeats import quick
@@ -64,12 +67,14 @@ def _allreduce(  # noqa: PLR0917, the order that scripts use
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    compression: Any = Compression.none,
 ) -> Options:
     return Options(
         name,
         _reduction(op, average),
         float(prescale_factor),
         float(postscale_factor),
+        codec=NO_CODEC if compression is Compression.none else codec_for(compression),
         process_set=process_set,
     )
 
@@ -77,19 +82,20 @@ def _allreduce(  # noqa: PLR0917, the order that scripts use
 def _allreduce_blocking(  # noqa: PLR0917
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Options:
-    prescale, postscale = float(prescale_factor), float(postscale_factor)
+    codec = codec_of(compression)
     return Options(
         name,
         _reduction(op, average),
-        prescale,
-        postscale,
-        compression=compression,
+        float(prescale_factor),
+        float(postscale_factor),
+        compression=compression if codec is None else Compression.none,
+        codec=codec or NO_CODEC,
         process_set=process_set,
     )
 
@@ -124,18 +130,20 @@ def _reducescatter(
 
 def _reducescatter_blocking(  # noqa: PLR0917
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Options:
+    codec = codec_of(compression)
     return Options(
         name,
         op,
         float(prescale_factor),
         float(postscale_factor),
-        compression=compression,
+        compression=compression if codec is None else Compression.none,
+        codec=codec or NO_CODEC,
         process_set=process_set,
     )
 

@@ -20,7 +20,8 @@ from coordinator.messages import ReduceOp
 from fusion import runtime
 from fusion.torch.carrier import Wire
 from fusion.torch.choice import Buckets, carrier_maker
-from fusion.torch.compression import Compression, Compressor
+from fusion.torch.compressed import real_shape
+from fusion.torch.compressing import Compressing, compressing_of
 from fusion.torch.ops import allreduce, allreduce_async_
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, number_of
 from fusion.torch.slots import Slot, check_parameters, names_of, reducible
@@ -36,6 +37,7 @@ class _Distributed:
     _explicit: bool
     """`synchronize` was called by the user, and no step has followed yet."""
     _skipping: bool
+    _compressing: Compressing | None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -144,11 +146,36 @@ class _Distributed:
         self._parameter_names.update(new)
         self._window.add(_slots(new, start))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and, under "compression", what this rank remembers for error feedback."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        if self._compressing is not None:
+            state["compression"] = self._compressing.state_dict(*self._place())
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and forget gradients of before."""
+        """Load a state, and forget gradients of before.
+
+        Raises:
+            ValueError: it is of another model.
+        """
         self._window.forget()
         self._explicit = False
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        plain = {key: value for key, value in state_dict.items() if key != "compression"}
+        if self._compressing is not None and "compression" in state_dict:
+            shapes = {name: real_shape(parameter) for parameter, name in self._parameter_names.items()}
+            self._compressing.load_state_dict(state_dict["compression"], shapes, *self._place())
+        elif self._compressing is not None:
+            self._compressing.forget()
+        super().load_state_dict(plain)  # type: ignore[misc]
+
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that gradients are reduced over, and how many they are."""
+        process_set = self._window.process_set
+        if not process_set.included():
+            return -1, process_set.size() or 0
+        topology = group_of(process_set).topology
+        return topology.rank, topology.size
 
     def __reduce__(self) -> Any:
         """A copy or a pickle is the plain optimizer: hooks belong to this process and these parameters."""
@@ -162,7 +189,7 @@ class _Distributed:
         return self.__reduce__()
 
 
-_OWN = ("_window", "_parameter_names", "_explicit", "_skipping", "_scope", "step")
+_OWN = ("_window", "_compressing", "_parameter_names", "_explicit", "_skipping", "_scope", "step")
 _Distributed.__name__ = "DistributedOptimizer"
 
 
@@ -232,7 +259,7 @@ class _DistributedAdasum(_Distributed):
 def DistributedOptimizer(  # noqa: N802, PLR0917, the name and order that scripts use
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = None,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -258,7 +285,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917, the name and order that script
     Args:
         optimizer: the optimizer. Its state and groups are shared with the wrapper.
         named_parameters: names for the parameters, usually `model.named_parameters()`.
-        compression: the type in which gradients travel, see `Compression`.
+        compression: a method of `fusion.compression` such as `topk(0.01)`, its specification "topk:0.01",
+            or a `Policy` with rules and warm-up; or one of `Compression`. Default: the setting `compression`.
         backward_passes_per_step: passes that are added up before a reduction.
         op: `Average` or `Sum`; `Min`, `Max` and `Product` work too. `Adasum`: every rank
             steps by its own gradients, and the changes of the parameters are combined, so
@@ -306,19 +334,23 @@ def DistributedOptimizer(  # noqa: N802, PLR0917, the name and order that script
     check_parameters(names)
     passes = backward_passes_per_step if average_aggregated_gradients else 1
     predivide = float(gradient_predivide_factor)
-    wire = Wire(op, 1.0 / (predivide * passes), predivide, compression, process_set)
+    cast, compressing = compressing_of(compression, op)
+    terms = "" if compressing is None else compressing.policy.terms
+    wire = Wire(op, 1.0 / (predivide * passes), predivide, cast, process_set, terms)
     slots = _slots(names, 0)
-    make_carrier = carrier_maker(wire, buckets, groups, slots)
+    make_carrier = carrier_maker(wire, buckets, groups, slots, compressing)
     idle = op == ReduceOp.ADASUM or not process_set.included()
     window_class = Idle if idle else Window
     window = window_class(slots, wire, backward_passes_per_step, make_carrier, sparse_as_dense)
-    return _wrap(optimizer, names, window, _DistributedAdasum if op == ReduceOp.ADASUM else _Distributed)
+    addition = _DistributedAdasum if op == ReduceOp.ADASUM else _Distributed
+    return _wrap(optimizer, names, window, compressing, addition)
 
 
 def _wrap(
     optimizer: torch.optim.Optimizer,
     names: dict[torch.Tensor, str],
     window: Window,
+    compressing: Compressing | None,
     addition: type[_Distributed],
 ) -> Any:
     plain_class: Any = type(optimizer)
@@ -329,7 +361,9 @@ def _wrap(
         earlier.close()  # The optimizer had been wrapped before: the new wrapper replaces the old one.
     wrapper = derived.__new__(derived)
     wrapper.__dict__ = attributes
-    attributes.update(_window=window, _parameter_names=names, _explicit=False, _skipping=False)
+    attributes.update(
+        _window=window, _parameter_names=names, _compressing=compressing, _explicit=False, _skipping=False
+    )
     if "step" in attributes:
         attributes["step"] = _tracked_step(derived, optimizer, wrapper)
     return wrapper

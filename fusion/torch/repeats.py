@@ -20,6 +20,7 @@ from coordinator.executor import Entry
 from coordinator.handle import Handle
 from coordinator.messages import ReduceOp, Request
 from fusion import runtime
+from fusion.torch.compression import NoneCompressor
 from fusion.torch.forms import Form
 from fusion.torch.process_sets import ProcessSet, global_process_set
 from fusion.torch.submission import Collective, Submission, prepare
@@ -58,6 +59,7 @@ def quick(collective: Collective, form: Form, *, in_place: bool) -> Form:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        compression: Any = NoneCompressor,
     ) -> Handle:
         asked = (average, op, prescale_factor, postscale_factor)
         known = memory.get(name)
@@ -68,6 +70,7 @@ def quick(collective: Collective, form: Form, *, in_place: bool) -> Form:
             and tensor.shape == known.shape
             and asked == known.asked
             and process_set is global_process_set
+            and compression is NoneCompressor
             and tensor.is_cpu
             and tensor.layout is strided
             and tensor.is_contiguous()
@@ -78,9 +81,12 @@ def quick(collective: Collective, form: Form, *, in_place: bool) -> Form:
             outputs = inputs if in_place else (torch.empty_like(tensor),)
             group.add(Entry(request, inputs, outputs, handle, monotonic()))
             return handle
-        options = collective.options(average, name, op, prescale_factor, postscale_factor, process_set)
+        options = collective.options(
+            average, name, op, prescale_factor, postscale_factor, process_set, compression
+        )
         submission = prepare(collective, [tensor], options, in_place=in_place, grouped=False, blocking=False)
-        if isinstance(tensor, torch.Tensor) and name is not None and average is None:
+        memorable = isinstance(tensor, torch.Tensor) and compression is NoneCompressor
+        if memorable and name is not None and average is None:
             if len(memory) >= _MOST_KNOWN:
                 memory.clear()
             memory[name] = _known(submission, asked, tensor)

@@ -16,6 +16,7 @@ from coordinator.handle import Handle
 from coordinator.messages import ANY, OpKind, ReduceOp, Request
 from fusion import dtypes
 from fusion.arrays import Restore, as_tensor
+from fusion.torch.codec import NO_CODEC, Codec, check_codec, ledgers
 from fusion.torch.compression import Compressor, NoneCompressor
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of, root_in
 
@@ -37,6 +38,9 @@ class Options(msgspec.Struct, frozen=True):
     """A rank among all ranks."""
     splits: Any = None
     compression: type[Compressor] = NoneCompressor
+    """Casts tensors before they are submitted; only the blocking forms have it."""
+    codec: Codec = NO_CODEC
+    """Compresses what was submitted."""
     process_set: ProcessSet = global_process_set
 
 
@@ -116,10 +120,12 @@ def prepare(
     tensors, restores = _tensors(arrays, name, in_place)
     _check(collective, tensors, options, name, in_place)
     inputs = [_plain(tensor.detach()) if collective.makes_output else tensor.detach() for tensor in tensors]
-    extra = None
+    extra: Any = None
     if collective.kind == OpKind.ALLTOALL:
         extra = _splits(inputs[0], options.splits, name, group.topology.size)
         inputs[0] = inputs[0][: sum(extra)]
+    if options.codec.compressor is not None:
+        extra = ledgers(inputs, options.codec, options.name, name)
     request = describe(collective, inputs, options, name)
     outputs = _outputs(collective, inputs, in_place)
     if collective.kind == OpKind.ALLTOALL:
@@ -142,6 +148,7 @@ def describe(collective: Collective, tensors: Sequence[torch.Tensor], options: O
         root_rank=root_in(options.process_set, options.root_rank, name) if rooted else -1,
         prescale=options.prescale,
         postscale=options.postscale,
+        codec=options.codec.spec,
     )
 
 
@@ -245,6 +252,8 @@ def _check(
         raise NotImplementedError(
             f"'{name}': reducescatter cannot do Adasum, which needs whole tensors: use allreduce"
         )
+    if options.codec.compressor is not None:
+        check_codec(options.codec, collective.kind, options.op, tensors, name)
     if collective.kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
         check_op(options.op, tensors, name, group_of(options.process_set).topology.size)
 

@@ -23,6 +23,7 @@ from coordinator.errors import FusionError
 from coordinator.messages import ReduceOp
 from fusion import runtime
 from fusion.torch.carrier import FLAGS, Carrier, Wire
+from fusion.torch.compressed import Compressed
 from fusion.torch.compression import Compressor
 from fusion.torch.ops import allgather, allreduce_
 from fusion.torch.process_sets import ProcessSet
@@ -173,7 +174,7 @@ class Window:
             counts, sparse = self._details()
         self._catch_up(counts, sparse)
         self._put_back(keep)
-        if isinstance(self._carrier, Static):
+        if isinstance(self._carrier, (Static, Compressed)):
             self._carrier.reorder()
         if keeping and dropping:
             self._refuse(keep)

@@ -49,6 +49,9 @@ class Spans:
         assert start <= stop
         self.seen.append((phase, tuple(names), nbytes))
 
+    def compressed(self, nbytes: int, payload: int) -> None:
+        self.seen.append(("compressed", (), payload))
+
 
 class Plane:
     """An executor of its own, and one call for each collective."""
