@@ -117,8 +117,8 @@ class AsyncClient:
 
     def _work(self, work: Work, start: ModelState) -> None:
         number = self.client.number
-        self._uplink.settle(number, used=work.accepted)
         try:
+            self._uplink.settle(number, used=work.accepted)
             outcome = self._bench.train(self.client, start, work.turn, self._stop)
             if self._stop.is_set():
                 return

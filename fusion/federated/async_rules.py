@@ -72,7 +72,8 @@ class FedAsync:
 class FedBuff:
     """After every `size` updates, `server.step` with `sum(weight(staleness) * change) / size`.
 
-    As in the paper, the updates count alike, whatever number of examples they come from.
+    As in the paper, the updates count alike, whatever number of examples they come from. Updates that
+    are left in the buffer when a run ends count in the next one.
 
     Args:
         size: the paper's K, updates for one new model; 1 or more.

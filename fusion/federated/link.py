@@ -54,6 +54,10 @@ class Link:
         ended: Callable[[], FusionError | None],
         longest_piece: int = _LONGEST_PIECE,
     ) -> None:
+        if longest_piece < PREFIX:
+            raise ValueError(
+                f"longest_piece must be {PREFIX} or more, the length of a prefix; got {longest_piece}"
+            )
         self._comm = comm.Dup()
         self._ended = ended
         self._longest = longest_piece
@@ -177,6 +181,3 @@ class Link:
     def _deliver(self, message: Tensor) -> None:
         arrived = unpack(message)
         self._addresses[arrived.address](arrived)
-
-
-assert _LONGEST_PIECE > PREFIX

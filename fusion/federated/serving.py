@@ -189,12 +189,15 @@ class Serving:
         if self._limits.watch is None:
             return
         self._roster.layout.write(self._model, self.server.state)
+        training = self._model.training
         self._model.eval()
         updates = sum(self.server.tally.used.values())
         try:
             answer = self._limits.watch(self._model, Progress(self.server.version, updates, self.seconds))
         except Exception as error:
             raise _Halt(error) from error
+        finally:
+            self._model.train(training)
         self._told_to_end = bool(answer)
 
     def _miss(self, regret: Regret) -> None:

@@ -197,10 +197,33 @@ def load(path: str | os.PathLike[str]) -> FederatedSettings:
     """
     try:
         with open(path, encoding="utf-8") as stream:
-            found = yaml.safe_load(stream)
+            found = _read(yaml.SafeLoader(stream.read()), os.fspath(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{os.fspath(path)}: cannot be read: {error}") from error
     return check(found if found is not None else {}, os.fspath(path))
+
+
+def _read(loader: yaml.SafeLoader, place: str) -> Any:
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _require_single_keys(node, place)
+    return loader.construct_document(node)
+
+
+def _require_single_keys(node: yaml.Node, place: str) -> None:
+    """YAML forbids a key twice in a mapping, but the library takes the last one."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"{place}:{line}: {key.value!r} is set twice; remove one")
+            seen.add(key.value)
+            _require_single_keys(value, place)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _require_single_keys(item, place)
 
 
 def check(found: Any, place: str = "settings") -> FederatedSettings:

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 
-class Staleness(Struct, frozen=True):
+class Staleness(Struct, frozen=True, forbid_unknown_fields=True):
     """A weight that falls with staleness t, and is 1 for t = 0.
 
     Attributes:

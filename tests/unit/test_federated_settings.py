@@ -10,11 +10,12 @@ from coordinator.errors import ConfigError
 from fusion.federated.async_rules import FedBuff
 from fusion.federated.settings import check, load
 
-SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "federated.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def test_the_file_that_ships_is_accepted() -> None:
-    settings = load(SHIPPED)
+def test_the_files_that_ship_are_accepted() -> None:
+    assert len(load(CONFIGS / "federated_compression.yaml").runs) == 7
+    settings = load(CONFIGS / "federated.yaml")
     assert settings.data.clients == 8
     assert settings.devices.slower == {0: 10}
     assert {type(run).__name__ for run in settings.runs} == {"Sync", "FedAsync", "FedBuff"}
@@ -52,12 +53,22 @@ def test_a_run_builds_what_it_names() -> None:
         ({"runs": [{"name": "a", "method": "sync", "compression": "topk:2"}]}, "run 'a'.*ratio"),
         ({"runs": [{"name": "a", "method": "fedbuff", "staleness": {"kind": "linear"}}]}, "linear"),
         ({"runs": [{"name": "a", "method": "sync"}, {"name": "a", "method": "sync"}]}, "name of its own"),
+        (
+            {"runs": [{"name": "a", "method": "fedbuff", "staleness": {"alpha": 1.0}}]},
+            "unknown field `alpha`",
+        ),
         ([1], "Expected"),
     ],
 )
 def test_what_is_wrong_is_named(found, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check(found)
+
+
+def test_a_key_that_comes_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("data:\n  clients: 3\n  clients: 4\n")
+    with pytest.raises(ConfigError, match=r"f\.yaml:3: 'clients' is set twice"):
+        load(tmp_path / "f.yaml")
 
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
