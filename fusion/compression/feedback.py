@@ -138,8 +138,9 @@ class Memories:
         return None if memory is None or memory.residual is None else memory.residual.clone()
 
     def reset(self) -> None:
-        """Forget everything."""
-        self._memories.clear()
+        """Forget everything; ledgers that are open see it too."""
+        for memory in self._memories.values():
+            memory.residual = memory.basis = None
 
     def forget_residuals(self) -> None:
         """Forget what has not got across, but not where to start from."""
@@ -168,16 +169,17 @@ class Memories:
         Raises:
             ValueError: there is no such tensor, or its residual has another number of elements.
         """
-        memories: dict[str, Memory] = {}
+        if shapes is not None:
+            for name, kept in state.items():
+                _check(name, kept.get("residual"), shapes)
+        self.reset()
         for name, kept in state.items():
             residual, basis = kept.get("residual"), kept.get("basis")
-            if shapes is not None:
-                _check(name, residual, shapes)
-            memories[name] = Memory(
-                None if residual is None else residual.detach().reshape(-1).to(torch.float32, copy=True),
-                None if basis is None else basis.detach().to(torch.float32, copy=True),
-            )
-        self._memories = memories
+            memory = self._memories.setdefault(name, Memory())
+            if residual is not None:
+                memory.residual = residual.detach().reshape(-1).to(torch.float32, copy=True)
+            if basis is not None:
+                memory.basis = basis.detach().to(torch.float32, copy=True)
 
 
 class Feedback:

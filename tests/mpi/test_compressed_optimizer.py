@@ -287,6 +287,7 @@ def test_gradients_can_be_clipped_before_or_after(hvd):
 @ranks(2)
 def test_several_backward_passes_and_other_dtypes(hvd):
     model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16())
+    hvd.broadcast_parameters(model.state_dict(), 0)
     optimizer = wrapped(hvd, model, everything("int8"), backward_passes_per_step=2)
     for _ in range(2):
         optimizer.zero_grad()

@@ -155,6 +155,15 @@ def test_a_state_is_saved_and_restored(memories: fc.Memories) -> None:
     assert torch.equal(residuals(restored), residuals(memories))
 
 
+def test_a_bucket_that_is_open_sees_what_is_loaded_and_what_is_forgotten(memories: fc.Memories) -> None:
+    ledger = memories.open(INFO, feedback=True)
+    state = memories.state_dict()
+    memories.reset()
+    assert torch.equal(step(ledger, torch.zeros(30)), torch.zeros(30))
+    memories.load_state_dict(state)
+    assert step(ledger, torch.zeros(30)).any()
+
+
 def test_a_saved_state_does_not_change_afterwards(memories: fc.Memories) -> None:
     state, before = memories.state_dict(), residuals(memories)
     ledger = memories.open(INFO, feedback=True)
