@@ -31,7 +31,7 @@ from fusion.federated.link import Link
 from fusion.federated.roster import enrol
 from fusion.federated.serving import Limits, Policy, Serving, Watch
 from fusion.federated.training import LocalTraining
-from fusion.federated.uplink import Uplink
+from fusion.federated.uplink import Uplink, compressor_of
 from fusion.federated.workbench import Workbench
 from fusion.torch.functions import broadcast_parameters
 from fusion.torch.objects import allgather_object, broadcast_object
@@ -99,7 +99,7 @@ class AsyncFederation:
             batch. Later, `ClientError`.
 
     Raises:
-        MismatchError: the models differ between ranks; on every rank.
+        MismatchError: the models or settings differ between ranks; on every rank.
         ValueError: an argument out of range, a client number used twice, no data at all.
         FusionError: MPI was started without MPI_THREAD_MULTIPLE.
     """
@@ -127,7 +127,9 @@ class AsyncFederation:
         self._rule: AsyncRule = FedAsync() if rule is None else rule
         self._max_staleness, self._concurrency = max_staleness, concurrency
         self._seed, self._on_failure, self._stop_timeout_s = seed, on_failure, stop_timeout_s
-        self._roster = enrol(model, clients, personal)
+        self._roster = enrol(
+            model, clients, personal, {"seed": seed, "compression": compressor_of(compression)}
+        )
         self._turns: Counter[int] = Counter()
         self._uplink = Uplink(self._roster.layout, compression, seed)
         for client in clients:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fusion.compression import Compressor
+from fusion.federated.roster import agree
 from fusion.federated.uplink import Uplink, compressor_of
-from fusion.federated.vector import Layout, ModelState
-from fusion.torch.functions import broadcast_parameters
-from fusion.torch.objects import allgather_object
+from fusion.federated.vector import ModelState
 from fusion.torch.ops import Average, Max, Sum, allgather, allreduce_
 from fusion.torch.process_sets import ProcessSet, global_process_set, group_of
 
@@ -61,7 +60,7 @@ class LocalSGD:
 
     Raises:
         ValueError: a number out of range, or a `DistributedOptimizer`.
-        MismatchError: the models differ in structure; on every rank.
+        MismatchError: the models differ in structure, or the settings; on every rank.
     """
 
     def __init__(
@@ -85,7 +84,8 @@ class LocalSGD:
             )
         self._model, self._every, self._warmup_steps = model, every, warmup_steps
         self._process_set = process_set
-        self._layout = _agreed_layout(model, process_set)
+        settings = {"every": every, "warmup_steps": warmup_steps, "compression": compressor_of(compression)}
+        self._layout = agree(model, (), settings, process_set)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._uplink = None if compressor_of(compression) is None else Uplink(self._layout, compression, 0)
         self._place = group_of(process_set).topology.rank
@@ -244,12 +244,3 @@ class DiLoCo(LocalSGD):
 def _plain(start: nn.Parameter) -> torch.optim.Optimizer:
     """Ends where the ranks are on average."""
     return torch.optim.SGD([start], lr=1.0)
-
-
-def _agreed_layout(model: nn.Module, process_set: ProcessSet) -> Layout:
-    """The layout, the same on all ranks, and the first rank's values everywhere."""
-    ranks = group_of(process_set).ranks
-    layout = Layout.of(model)
-    layout.require_same(allgather_object(layout, process_set=process_set), ranks)
-    broadcast_parameters(model.state_dict(), root_rank=ranks[0], process_set=process_set)
-    return layout

@@ -91,7 +91,7 @@ class FederatedAveraging:
         examples: of every client of all ranks.
 
     Raises:
-        MismatchError: the models differ between ranks; on every rank.
+        MismatchError: the models or settings differ between ranks; on every rank.
         ValueError: an argument out of range, a client number used twice, no data at all.
     """
 
@@ -115,7 +115,15 @@ class FederatedAveraging:
         _check(on_failure, least_clients, threads)
         self.model = model
         self._clients = {client.number: client for client in clients}
-        self._roster = enrol(model, clients, personal, process_set)
+        settings = {
+            "fraction": fraction,
+            "seed": seed,
+            "compression": compressor_of(compression),
+            "on_failure": on_failure,
+            "least_clients": least_clients,
+            "server": type(server),
+        }
+        self._roster = enrol(model, clients, personal, settings, process_set)
         self.examples = self._roster.examples
         self._server: ServerOptimizer = FedAvg() if server is None else server
         self._fraction, self._seed = fraction, seed

@@ -259,6 +259,8 @@ def test_a_restored_federation_goes_on_as_if_nothing_had_happened(hvd):
 def test_other_models_and_bad_clients_are_errors_on_every_rank(hvd):
     with pytest.raises(hvd.MismatchError, match=r"rank 0 has 0.weight .* rank 1 has 0.weight"):
         fed.FederatedAveraging(nn.Sequential(nn.Linear(3, 2 + hvd.rank())), clients(hvd), training())
+    with pytest.raises(hvd.MismatchError, match=r"seed differs .* 0 on rank 0, and 1 on rank 1"):
+        fed.FederatedAveraging(net(), clients(hvd), training(), seed=hvd.rank())
     with pytest.raises(ValueError, match=r"client number 7 is used 2 times, on ranks \[0, 1\]"):
         fed.FederatedAveraging(net(), [fed.Client(7, data(0))], training())
     with pytest.raises(ValueError, match="none of the 2 clients has any data"):

@@ -185,6 +185,8 @@ def test_what_cannot_work_is_refused(hvd):
         fed.LocalSGD(model, hvd.DistributedOptimizer(sgd(model.parameters())), every=2)
     with pytest.raises(hvd.MismatchError, match=r"0\.weight"):
         fed.LocalSGD(nn.Sequential(nn.Linear(2, 1 + hvd.rank())), sgd(model.parameters()), every=2)
+    with pytest.raises(hvd.MismatchError, match="every differs"):
+        fed.LocalSGD(model, sgd(model.parameters()), every=2 + hvd.rank())
     optimizer = plain_sgd(model.parameters())
     fed.LocalSGD(model, optimizer, every=2, warmup_steps=1)
     with pytest.raises(ValueError, match="closure"):
