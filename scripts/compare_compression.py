@@ -222,6 +222,10 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *map(_line, grouped(runs))])
 
 
+def _accuracy(group: list[dict[str, Any]]) -> float:
+    return mean(100 * each["accuracy"] for each in group)
+
+
 def plot(runs: list[dict[str, Any]], path: str) -> None:
     """Accuracy against ratio, with and without feedback."""
     import matplotlib as mpl
@@ -231,17 +235,30 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
 
     figure, axes = plt.subplots(1, len(TASKS), figsize=(11, 4.2), layout="constrained")
     for axis, task_name in zip(axes, TASKS, strict=True):
-        for group in (group for group in grouped(runs) if group[0]["task"] == task_name):
-            first, accuracy = group[0], mean(100 * each["accuracy"] for each in group)
+        groups = [group for group in grouped(runs) if group[0]["task"] == task_name]
+        best = max(_accuracy(group) for group in groups)
+        for group in groups:
+            first = group[0]
+            # What failed altogether is shown at the lower edge, so that the others can be told apart.
+            place = (first["bucket_ratio"], max(_accuracy(group), 0.8 * best))
             color, marker = ("C0", "o") if first["feedback"] == "on" else ("C3", "x")
-            place = (first["bucket_ratio"], accuracy)
             axis.plot(*([value] for value in place), linestyle="none", color=color, marker=marker)
-            axis.annotate(first["method"], place, fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axis.set(xscale="log", xlabel="bytes of a bucket / bytes sent", ylabel="accuracy %", title=task_name)
+            if first["feedback"] == METHODS[first["method"]][-1]:
+                axis.annotate(
+                    first["method"],
+                    (place[0], best),
+                    fontsize=7,
+                    rotation=60,
+                    xytext=(0, 7),
+                    textcoords="offset points",
+                )
+        axis.set_ylim(0.79 * best, 1.045 * best)
+        axis.set(xscale="log", xlabel="bytes of a bucket / bytes sent", ylabel="accuracy %")
+        axis.set_title(task_name, pad=24)
         axis.grid(visible=True, alpha=0.3)
     axes[0].plot([], [], "o", color="C0", label="with error feedback")
     axes[0].plot([], [], "x", color="C3", label="without")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="lower left", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

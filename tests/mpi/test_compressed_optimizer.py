@@ -232,11 +232,11 @@ def test_broadcasting_the_state_leaves_every_rank_its_residuals(hvd):
     assert optimizer.state_dict()["compression"]["steps"] == 2
 
 
-@ranks(1)
+@ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(hvd):
     model = net()
     optimizer = wrapped(hvd, model, everything("topk:0.1"))
-    train(optimizer, model, range(2), 0)
+    train(optimizer, model, range(2), hvd.rank())
     before = residuals(optimizer)
     state = optimizer.state_dict()
     state["compression"]["tensors"]["0.weight"]["residual"] = torch.zeros(3)
@@ -297,7 +297,7 @@ def test_several_backward_passes_and_other_dtypes(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
-@ranks(1)
+@ranks(2)
 def test_what_cannot_be_is_refused(hvd):
     model = net()
     for arguments, message in (
