@@ -32,12 +32,13 @@ METHODS = {
     "terngrad": ("off", "on"),
     "onebit": ("off", "on"),
     "topk:0.01": ("off", "on"),
+    "topk:0.01 after 50": ("off", "on"),
     "topk:0.0005": ("off", "on"),
     "randomk:0.01": ("off", "on"),
     "powersgd:4": ("off", "on"),
     "powersgd:1": ("off", "on"),
 }
-"""Each method, and whether it runs with error feedback."""
+"""Each method, after how many steps it begins, and whether it runs with error feedback."""
 
 
 class Task(NamedTuple):
@@ -128,13 +129,14 @@ TASKS = {"digits": digits, "characters": characters}
 def run(task_name: str, method: str, feedback: str, seed: int, steps: int) -> dict[str, Any]:
     """Train once; collective."""
     import fusion.torch as hvd
-    from fusion.compression import parse, with_feedback
+    from fusion.compression import Policy, parse, with_feedback
 
+    spec, _, warmup = method.partition(" after ")
     task = TASKS[task_name](seed)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(task.model.parameters(), lr=task.lr, momentum=0.9),
         task.model.named_parameters(),
-        compression=with_feedback(parse(method), feedback == "on"),
+        compression=Policy(with_feedback(parse(spec), feedback == "on"), warmup_steps=int(warmup or 0)),
     )
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / steps)))
     before, start = hvd.stats(), time.perf_counter()
