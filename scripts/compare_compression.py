@@ -32,12 +32,13 @@ METHODS = {
     "terngrad": ("off", "on"),
     "onebit": ("off", "on"),
     "topk:0.01": ("off", "on"),
+    "topk:0.01 after 50": ("off", "on"),
     "topk:0.0005": ("off", "on"),
     "randomk:0.01": ("off", "on"),
     "powersgd:4": ("off", "on"),
     "powersgd:1": ("off", "on"),
 }
-"""Each method, and whether it runs with error feedback."""
+"""Each method, after how many steps it begins, and whether it runs with error feedback."""
 
 
 class Task(NamedTuple):
@@ -128,13 +129,14 @@ TASKS = {"digits": digits, "characters": characters}
 def run(task_name: str, method: str, feedback: str, seed: int, steps: int) -> dict[str, Any]:
     """Train once; collective."""
     import fusion.torch as hvd
-    from fusion.compression import parse, with_feedback
+    from fusion.compression import Policy, parse, with_feedback
 
+    spec, _, warmup = method.partition(" after ")
     task = TASKS[task_name](seed)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(task.model.parameters(), lr=task.lr, momentum=0.9),
         task.model.named_parameters(),
-        compression=with_feedback(parse(method), feedback == "on"),
+        compression=Policy(with_feedback(parse(spec), feedback == "on"), warmup_steps=int(warmup or 0)),
     )
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / steps)))
     before, start = hvd.stats(), time.perf_counter()
@@ -222,6 +224,10 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *map(_line, grouped(runs))])
 
 
+def _accuracy(group: list[dict[str, Any]]) -> float:
+    return mean(100 * each["accuracy"] for each in group)
+
+
 def plot(runs: list[dict[str, Any]], path: str) -> None:
     """Accuracy against ratio, with and without feedback."""
     import matplotlib as mpl
@@ -231,17 +237,30 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
 
     figure, axes = plt.subplots(1, len(TASKS), figsize=(11, 4.2), layout="constrained")
     for axis, task_name in zip(axes, TASKS, strict=True):
-        for group in (group for group in grouped(runs) if group[0]["task"] == task_name):
-            first, accuracy = group[0], mean(100 * each["accuracy"] for each in group)
+        groups = [group for group in grouped(runs) if group[0]["task"] == task_name]
+        best = max(_accuracy(group) for group in groups)
+        for group in groups:
+            first = group[0]
+            # What failed altogether is shown at the lower edge, so that the others can be told apart.
+            place = (first["bucket_ratio"], max(_accuracy(group), 0.8 * best))
             color, marker = ("C0", "o") if first["feedback"] == "on" else ("C3", "x")
-            place = (first["bucket_ratio"], accuracy)
             axis.plot(*([value] for value in place), linestyle="none", color=color, marker=marker)
-            axis.annotate(first["method"], place, fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axis.set(xscale="log", xlabel="bytes of a bucket / bytes sent", ylabel="accuracy %", title=task_name)
+            if first["feedback"] == METHODS[first["method"]][-1]:
+                axis.annotate(
+                    first["method"],
+                    (place[0], best),
+                    fontsize=7,
+                    rotation=60,
+                    xytext=(0, 7),
+                    textcoords="offset points",
+                )
+        axis.set_ylim(0.79 * best, 1.045 * best)
+        axis.set(xscale="log", xlabel="bytes of a bucket / bytes sent", ylabel="accuracy %")
+        axis.set_title(task_name, pad=24)
         axis.grid(visible=True, alpha=0.3)
     axes[0].plot([], [], "o", color="C0", label="with error feedback")
     axes[0].plot([], [], "x", color="C3", label="without")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="lower left", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

@@ -52,13 +52,23 @@ def codec_of(compression: Any) -> Codec | None:
     """
     if isinstance(compression, Feedback):
         return Codec(compression.compressor, compression)
-    if isinstance(compression, str):
-        compression = parse(compression)
+    compression = method_of(compression)
     if not isinstance(compression, Compressor):
         return None
     if isinstance(compression, Uncompressed):
         return NO_CODEC
     return Codec(with_feedback(compression, False))
+
+
+def method_of(compression: Any) -> Any:
+    """The compressor of a specification, or of a method that was passed without its settings; else the same.
+
+    Raises:
+        ValueError: there is no such method, or it needs a setting.
+    """
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        compression = compression.name
+    return parse(compression) if isinstance(compression, str) else compression
 
 
 def codec_for(compression: Any) -> Codec:
@@ -72,7 +82,8 @@ def codec_for(compression: Any) -> Codec:
         FP16Compressor: Codec(Float16()),
         BF16Compressor: Codec(BFloat16()),
     }
-    codec = alike.get(compression) if isinstance(compression, type) else codec_of(compression)
+    codec = alike.get(compression) if isinstance(compression, type) else None
+    codec = codec or codec_of(compression)
     if codec is None:
         raise TypeError(
             f"compression={compression!r} cannot be used here: pass a method of fusion.compression, a "

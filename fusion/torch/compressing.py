@@ -15,6 +15,7 @@ from fusion import runtime
 from fusion.compression.base import BucketInfo, Compressor
 from fusion.compression.feedback import Feedback, Ledger, Memories
 from fusion.compression.policy import Policy, policy_from
+from fusion.torch.codec import method_of
 from fusion.torch.compression import Compressor as CastCompressor
 from fusion.torch.compression import NoneCompressor
 
@@ -107,6 +108,5 @@ def _policy(compression: Any) -> Policy | None:
         return compression
     if isinstance(compression, Feedback):
         return Policy(compression.compressor)
-    if isinstance(compression, (str, Compressor)):
-        return Policy(compression)  # type: ignore[arg-type]
-    return None
+    method = method_of(compression)
+    return Policy(method) if isinstance(method, Compressor) else None

@@ -149,6 +149,9 @@ def test_what_cannot_be_compressed_is_refused(hvd):
         hvd.reducescatter(torch.ones(3), compression="int8")
     with pytest.raises(ValueError, match="there is no compressor 'top'"):
         hvd.allreduce(torch.ones(3), compression="top:0.1")
+    with pytest.raises(ValueError, match="topk needs a ratio"):
+        hvd.allreduce(torch.ones(3), compression=hvd.Compression.topk)
+    assert hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8).tolist() == [1.0] * 3
     with pytest.raises(ValueError, match="needs name="):
         hvd.allreduce(torch.ones(3), compression=fc.Feedback(fc.topk(0.1)))
     with pytest.raises(TypeError, match="cannot be used here"):

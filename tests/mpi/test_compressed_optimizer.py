@@ -93,6 +93,7 @@ def test_gradients_and_residuals_are_all_there_is_also_when_buckets_are_laid_out
         optimizer.step()
         for name, parameter in model.named_parameters():
             arrived[name] = arrived.get(name, 0) + 2 * parameter.grad
+    assert optimizer._window._carrier._generation == 1
     left = total_residual(hvd, optimizer)
     for name, value in arrived.items():
         expected = hvd.allreduce(given[name], op=hvd.Sum)
@@ -232,11 +233,11 @@ def test_broadcasting_the_state_leaves_every_rank_its_residuals(hvd):
     assert optimizer.state_dict()["compression"]["steps"] == 2
 
 
-@ranks(1)
+@ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(hvd):
     model = net()
     optimizer = wrapped(hvd, model, everything("topk:0.1"))
-    train(optimizer, model, range(2), 0)
+    train(optimizer, model, range(2), hvd.rank())
     before = residuals(optimizer)
     state = optimizer.state_dict()
     state["compression"]["tensors"]["0.weight"]["residual"] = torch.zeros(3)
@@ -297,7 +298,7 @@ def test_several_backward_passes_and_other_dtypes(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
-@ranks(1)
+@ranks(2)
 def test_what_cannot_be_is_refused(hvd):
     model = net()
     for arguments, message in (
@@ -310,3 +311,17 @@ def test_what_cannot_be_is_refused(hvd):
         wrapped(hvd, model, "zip")
     with pytest.raises(TypeError, match="is none"):
         wrapped(hvd, model, 3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_go_beside_the_buckets_or_in_them(hvd, as_dense):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = wrapped(hvd, model, everything("topk:1.0"), sparse_as_dense=as_dense)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2 + hvd.rank()])).sum().backward()
+        optimizer.step()
+        assert model[0].weight.grad.is_sparse
+    assert_same_on_all_ranks(hvd, model)

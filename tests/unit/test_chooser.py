@@ -96,3 +96,10 @@ def test_rows_are_shared_as_numpy_array_split_does(rows: int, size: int) -> None
     import numpy as np
 
     assert rows_of(rows, size) == [len(part) for part in np.array_split(np.arange(rows), size)]
+
+
+def test_a_codec_is_stronger_than_nodes_and_settings() -> None:
+    request = Request("t", OpKind.ALLREDUCE, ("float32",), ((4,),), codec="int8")
+    coded = Response(OpKind.ALLREDUCE, "float32", (Part(request, 0),))
+    for nodes, hierarchy in ((1, "auto"), (2, "on"), (2, "off")):
+        assert choose(coded, nodes=nodes, size=4, hierarchy=hierarchy) == Algorithm.COMPRESSED

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusion.compression as fc
+from coordinator.errors import ConfigError
 from fusion.compression.exchange import Seeds, exchange
+from fusion.compression.policy import check_settings, policy_from
+from fusion.config import load
 from tests.unit.compression_ranks import on_ranks
 
 SIZES = {"a": 30, "b": 7, "c": 16, "d": 1}
@@ -256,3 +259,36 @@ def test_policies_that_differ_do_so_in_words() -> None:
 def test_a_policy_with_a_bad_value_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"nothing|dense_below|warmup_steps"):
         fc.Policy("int8", **bad)
+
+
+# Settings
+
+
+def test_settings_make_a_policy() -> None:
+    environ = {
+        "FUSION_COMPRESSION": "powersgd:2",
+        "FUSION_COMPRESSION_RULES": '{"head.*": "none"}',
+        "FUSION_COMPRESSION_WARMUP_STEPS": "5",
+    }
+    policy = policy_from(load(environ=environ).config)
+    assert policy == fc.Policy("powersgd:2", {"head.*": "none"}, warmup_steps=5)
+    assert not policy_from(load(environ={}).config).compresses
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compression": "zip"}, "argument: compression: there is no compressor 'zip'"),
+        ({"compression": "topk:2"}, "argument: compression: topk: ratio is"),
+        ({"compression_rules": {"*": "zip"}}, "argument: compression_rules: there is no compressor 'zip'"),
+    ],
+)
+def test_a_setting_that_names_no_compressor_is_refused_with_its_place(settings: dict, message: str) -> None:
+    loaded = load(environ={}, **settings)
+    with pytest.raises(ConfigError, match=message):
+        check_settings(loaded.config, loaded.origins)
+
+
+def test_rules_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(ConfigError, match="compression_rules must be a mapping from patterns"):
+        load(environ={"FUSION_COMPRESSION_RULES": "head.*"})

@@ -57,3 +57,17 @@ def test_adasum_and_what_only_moves_rows_go_alone() -> None:
     requests = [request(name, op=ReduceOp.ADASUM) for name in "ab"]
     requests += [request(name, kind=OpKind.ALLGATHER) for name in "cd"]
     assert planned(requests, 1 << 20) == ["a", "b", "c", "d"]
+
+
+def test_a_request_with_a_codec_is_a_bucket_by_itself_however_large() -> None:
+    group = Request(
+        "g", OpKind.ALLREDUCE, ("float32", "float16", "float32"), ((4,),) * 3, codec="topk:ratio=0.1"
+    )
+    responses = fuse([request("a", codec="int8"), group, request("b", codec="int8"), request("c")], 8)
+    assert [[(part.request.name, part.index) for part in response.parts] for response in responses] == [
+        [("a", 0)],
+        [("g", 0), ("g", 2)],
+        [("g", 1)],
+        [("b", 0)],
+        [("c", 0)],
+    ]
