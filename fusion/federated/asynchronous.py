@@ -224,6 +224,7 @@ class AsyncFederation:
                 if client.overdue(self._stop_timeout_s):
                     stuck.append(client.client.number)
                     break
+        link.check()  # Clients end by themselves when nobody is left to talk to.
         return stuck
 
     def _raise(self, failure: Exception | None, told: list[tuple[_Described | None, list[int]]]) -> None:
