@@ -21,12 +21,22 @@ LONGEST_IDLE_SLEEP_S = 0.05
 CHECK_EVERY_S = 0.05
 
 
-def patience(waited: float, *, idle: bool = False) -> float:
+EXPECTED_SHARE = 0.25
+"""Of a wait whose length can be guessed, a sleep lasts this share."""
+LONGEST_EXPECTED_SLEEP_S = 2e-4
+"""MPI reads a socket only when it is asked; between two looks, no more may arrive than a socket holds."""
+
+
+def patience(waited: float, *, idle: bool = False, expected: float = 0.0) -> float:
     """Seconds to sleep before the next look, after `waited` seconds; 0 while spinning.
 
     Args:
         idle: nobody on this rank waits for the answer, so a long sleep does no harm.
+        expected: how long such waits have lasted. Spinning is no use where a message
+            takes longer, and takes the core from whoever computes.
     """
+    if expected > SPIN_S:
+        return min(max(expected, waited) * EXPECTED_SHARE, LONGEST_EXPECTED_SLEEP_S)
     if waited < SPIN_S:
         return 0.0
     return min(waited * SLEEP_SHARE, LONGEST_IDLE_SLEEP_S if idle else LONGEST_SLEEP_S)
@@ -45,15 +55,18 @@ class Waiter:
         self._check = check
         self._clock = clock
 
-    def until(self, test: Callable[[], bool]) -> None:
-        """Return when `test()` is true; raise what `check` raises."""
+    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
+        """Return when `test()` is true, with the seconds that took; raise what `check` raises.
+
+        Args:
+            expected: seconds it may take, see `patience`.
+        """
         if test():
-            return
-        start = self._clock()
-        checked = start
+            return 0.0
+        now = start = checked = self._clock()
         while not test():
             now = self._clock()
-            nap = patience(now - start)
+            nap = patience(now - start, expected=expected)
             if not nap:
                 os.sched_yield()
                 continue
@@ -61,3 +74,4 @@ class Waiter:
                 self._check()
                 checked = now
             time.sleep(nap)
+        return now - start

@@ -8,7 +8,7 @@ MPI counts are 32-bit; what is longer travels as several, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ class Channel:
     def wait(self, request: MPI.Request) -> None:
         """Return when `request` is complete."""
         self._waiter.until(request.Test)
+
+    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
+        """Return when `test()` is true; see `Waiter.until`."""
+        return self._waiter.until(test, expected=expected)
 
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all `requests` are complete."""

@@ -210,8 +210,9 @@ class LayoutCache:
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target.
 
-    In inference mode torch skips what autograd would do for each tensor, a fifth of the time of a small copy; the
-    targets stay ordinary tensors, and their version counters, by which autograd notices a change, still go up.
+    In inference mode torch skips what autograd would do for each tensor, a fifth of the
+    time of a small copy. The targets stay ordinary tensors, and their version counters, by
+    which autograd notices a change, still go up.
     """
     with torch.inference_mode():
         torch._foreach_copy_(targets, sources)

@@ -5,7 +5,8 @@ a rank receives a partial block from the left, adds its own part, and passes it
 on; block r is then complete on rank r. In the next p - 1 steps complete blocks
 go once around. Blocks travel in segments: receives are posted ahead, and a
 segment is passed on as soon as it is ready, so both directions of the link are
-busy and steps overlap. Each block is combined in a fixed order, on one rank, so
+busy and steps overlap. A rank has only a few sends under way: MPI would have to
+keep what the right neighbour does not ask for yet. Each block is combined in a fixed order, on one rank, so
 the result has the same bits everywhere.
 
 Cost for S bytes: a rank sends and receives 2 S (p-1)/p bytes in
@@ -19,7 +20,7 @@ workstations", 2009.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial as bind
 from itertools import chain, cycle
 
@@ -31,7 +32,7 @@ from fusion.channel import Channel
 from fusion.collectives.node import ranges
 
 AHEAD = 4
-"""Receives posted before the data is asked for; two hide the latency, the rest is for jitter."""
+"""Receives posted, and sends under way; two of each hide the latency, the rest is for jitter."""
 
 Block = tuple[int, int]
 
@@ -120,10 +121,15 @@ class _Run:
         self._blocks = blocks
         self._landing = landing
         self._rank, self._size = channel.rank, channel.size
-        self._first: list[torch.Tensor] = []
         self._receives: list[Iterator[_Receive]] = []
-        self._sending: dict[int, list[MPI.Request]] = {}
-        """Sends under way, by the address of their data."""
+        self._outgoing: deque[torch.Tensor] = deque()
+        """Segments to send, in order."""
+        self._sending: deque[tuple[int, list[MPI.Request]]] = deque()
+        """Sends under way, in order, with the address of their data."""
+        self._unsent: set[int] = set()
+        """Addresses of all segments that MPI has not read to the end."""
+        self._expected = 0.0
+        """Seconds that the last wait for a segment took."""
 
     def reduce(
         self,
@@ -133,30 +139,28 @@ class _Run:
         out: torch.Tensor | None,
     ) -> None:
         """Plan a reduce-scatter; a complete segment is then passed on from `out`, if that is given."""
-        self._first = [partial[lo:hi] for lo, hi in self._segments(self._rank - 1)]
+        for lo, hi in self._segments(self._rank - 1):
+            self._send(partial[lo:hi])
         self._receives.append(self._reducing(partial, arithmetic, complete, out))
 
     def gather(self, out: torch.Tensor) -> None:
         """Plan an all-gather, which follows a planned reduce-scatter."""
         if not self._receives:
-            self._first = [out[lo:hi] for lo, hi in self._segments(self._rank)]
+            for lo, hi in self._segments(self._rank):
+                self._send(out[lo:hi])
         self._receives.append(self._gathering(out))
 
     def go(self) -> None:
         """Carry out what was planned."""
-        for segment in self._first:
-            self._send(segment)
         posted: deque[_Receive] = deque()
         for receive in chain.from_iterable(self._receives):
-            # A complete segment must not be asked for while its partial one is still worked on.
-            while len(posted) == AHEAD or any(other.place == receive.place for other in posted):
+            while len(posted) == AHEAD or (posted and self._busy(receive, posted)):
                 self._take(posted.popleft())
             self._post(receive)
             posted.append(receive)
         while posted:
             self._take(posted.popleft())
-        for requests in self._sending.values():
-            self._channel.wait_all(requests)
+        self._until(lambda: not self._unsent)
 
     def _reducing(
         self,
@@ -190,16 +194,43 @@ class _Run:
         lo, hi = self._blocks[block % self._size]
         return ranges(lo, hi, self._segment)
 
+    def _busy(self, receive: _Receive, posted: Iterable[_Receive]) -> bool:
+        """Whether what lies where a segment would land is still needed: a complete segment replaces the
+        partial one, which may be worked on, and one sent in the first half, which may not be on its way."""
+        place, address = receive.place, receive.target.data_ptr()
+        return address in self._unsent or any(other.place == place for other in posted)
+
     def _post(self, receive: _Receive) -> None:
-        # A gathered segment may land where one sent in the first half still lies.
-        self._channel.wait_all(self._sending.pop(receive.target.data_ptr(), ()))
+        address = receive.target.data_ptr()
+        self._until(lambda: address not in self._unsent)
         receive.requests = self._channel.receive(receive.target, (self._rank - 1) % self._size)
 
     def _take(self, receive: _Receive) -> None:
-        self._channel.wait_all(receive.requests)
+        requests = receive.requests
+        self._expected = self._until(lambda: MPI.Request.Testall(requests), expected=self._expected)
         passed = receive.then()
         if passed is not None:
             self._send(passed)
 
     def _send(self, segment: torch.Tensor) -> None:
-        self._sending[segment.data_ptr()] = self._channel.send(segment, (self._rank + 1) % self._size)
+        self._outgoing.append(segment)
+        self._unsent.add(segment.data_ptr())
+
+    def _until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
+        """Wait for `test()`, and keep sending meanwhile. The right neighbour asks for segments in the order
+        in which they are sent, and whether it asks depends on earlier ones only, so this comes to an end."""
+
+        def sent_and_test() -> bool:
+            self._push()
+            return test()
+
+        return self._channel.until(sent_and_test, expected=expected)
+
+    def _push(self) -> None:
+        """Begin the next sends as far as earlier ones are complete."""
+        while self._sending and MPI.Request.Testall(self._sending[0][1]):
+            self._unsent.discard(self._sending.popleft()[0])
+        while self._outgoing and len(self._sending) < AHEAD:
+            segment = self._outgoing.popleft()
+            requests = self._channel.send(segment, (self._rank + 1) % self._size)
+            self._sending.append((segment.data_ptr(), requests))
