@@ -40,3 +40,7 @@ class ShutdownError(FusionError):
 
 class RuntimeBrokenError(FusionError):
     """The cycle thread failed; the original exception is the cause of this one."""
+
+
+class ClientError(FusionError):
+    """A client of federated training raised, diverged or does not answer; names it and its rank."""

@@ -43,12 +43,13 @@ class Runtime:
     Attributes:
         config: the effective settings, the same on every rank.
         world: the group of all ranks.
+        comm: of all ranks; duplicate it for messages of your own.
     """
 
     def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
         self._make_group = _group_class()
         self.config = config
-        self._comm = comm
+        self.comm = comm
         self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
         self._groups: dict[int, Group] = {}
         self._sets_made = 0
@@ -85,7 +86,7 @@ class Runtime:
         Raises:
             ValueError: one of them is not a rank of this runtime.
         """
-        ours = self._comm.group
+        ours = self.comm.group
         ranks = sorted(type(ours).Translate_ranks(comm.group, list(range(comm.group.size)), ours))
         if ranks and ranks[0] < 0:  # MPI_UNDEFINED is negative in every MPI.
             raise ValueError(
@@ -127,7 +128,7 @@ class Runtime:
         Raises:
             FusionError: MPI was started without MPI_THREAD_MULTIPLE.
         """
-        _require_multiple_threads()
+        require_multiple_threads()
         name = f"process_set.add.{','.join(map(str, ranks))}"
         return self.submit(Request(name, OpKind.PROCESS_SET, ("int64",), (tuple(ranks),)), (), [None])
 
@@ -164,8 +165,8 @@ class Runtime:
         self._sets_made += 1
         number = self._sets_made
         self._process_sets[number] = ranks
-        if self._comm.rank in ranks:
-            comm = self._comm.Create_group(self._comm.group.Incl(ranks), tag=number)
+        if self.comm.rank in ranks:
+            comm = self.comm.Create_group(self.comm.group.Incl(ranks), tag=number)
             group = self._make_group(comm, self.config, self._recorder, number=number, ranks=ranks)
             comm.Free()
             self._groups[number] = group
@@ -353,10 +354,11 @@ def mpi_threads_supported() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def _require_multiple_threads() -> None:
+def require_multiple_threads(what: str = "a process set") -> None:
+    """Raise FusionError unless more than one thread may call MPI, as `what` needs."""
     if not mpi_threads_supported():
         raise FusionError(
-            "a process set has a thread of its own that calls MPI, so MPI must be started with "
+            f"{what} has a thread of its own that calls MPI, so MPI must be started with "
             'MPI_THREAD_MULTIPLE: let init() start MPI, or set mpi4py.rc.thread_level = "multiple" before '
             "the first import of mpi4py.MPI"
         )
