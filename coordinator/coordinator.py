@@ -34,12 +34,13 @@ from coordinator.errors import (
 )
 from coordinator.executor import Entry, Executor
 from coordinator.handle import Bell, Handle, complete_all
-from coordinator.messages import OpKind, ReduceOp, Request, Response
+from coordinator.messages import OpKind, Request, Response
 from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import fuse
 from coordinator.recorder import Recorder
+from coordinator.refusal import departure, refusal
 from coordinator.registry import Slots
-from coordinator.reports import Report, merge, rank_list
+from coordinator.reports import Report, merge
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
 from coordinator.waiting import CHECK_EVERY_S, patience
@@ -52,10 +53,6 @@ _MOST_PLANS = 1024
 
 JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
 """What `join` submits; its result is the rank that joined last."""
-
-_ALONE = (OpKind.ALLREDUCE, OpKind.BARRIER)
-"""Kinds that ranks can run while others have joined. A broadcast would pass the joined ranks by,
-and a gathering would lack their rows: callers mean neither."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -249,9 +246,9 @@ class Coordinator:
         self._progressed_at = self._clock()
 
     def _run_response(self, response: Response, negotiated: float) -> None:
-        refusal = _refusal(response, self._negotiator.joined, self._wire)
-        if refusal is not None:
-            self._fail(self._present(response.names), refusal)
+        reason = refusal(response, self._negotiator.joined, self._wire)
+        if reason is not None:
+            self._fail(self._present(response.names), reason)
             return
         entries = self._entries(response)
         self._recorder.queued(response, entries, negotiated)
@@ -319,7 +316,7 @@ class Coordinator:
         report = self._negotiator.report(self._table.ages(now), leaving)
         merged = self._wire.exchange(report, merge)
         if last:
-            self._end(_departure(merged, self._wire))
+            self._end(departure(merged, self._wire))
             return
         verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
@@ -380,22 +377,3 @@ def _finished(entries: list[Entry]) -> list[Entry]:
         if entry.executed == len(entry.request.shapes):
             finished.append(entry)
     return finished
-
-
-def _refusal(response: Response, joined: int, wire: Wire) -> FusionError | None:
-    """Why ranks cannot run a response while others have joined; None if they can."""
-    if not joined:
-        return None
-    request = response.first
-    who = rank_list(joined, wire.ranks)
-    if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
-        what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
-        return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
-    return None
-
-
-def _departure(merged: Report, wire: Wire) -> FusionError:
-    if wire.rank in merged.leaving:
-        return ShutdownError(f"this rank has left the job: {merged.leaving[wire.rank]}")
-    who = "; ".join(f"rank {wire.ranks[other]}: {reason}" for other, reason in sorted(merged.leaving.items()))
-    return RankLeftError(f"a rank has left the job, so this operation cannot complete ({who})")

@@ -19,9 +19,8 @@ import torch
 
 from coordinator.coordinator import JOIN
 from coordinator.errors import FusionError, NotInitializedError
-from coordinator.executor import Entry, Executor
 from coordinator.handle import Handle
-from coordinator.messages import OpKind, Request, Response
+from coordinator.messages import OpKind, Request
 from coordinator.recorder import Recorder
 from coordinator.stats import Stats
 from fusion.config import Config, load
@@ -45,22 +44,15 @@ class Runtime:
     """
 
     def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
-        self._make_group = _group_class()
+        # Imported here because the data plane imports mpi4py's MPI, which starts MPI: a program
+        # that only imports the face, such as a spawned DataLoader worker, must not.
+        from fusion.process_sets import ProcessSets
+
         self.config = config
         self._comm = comm
         self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
-        self._groups: dict[int, Group] = {}
-        self._sets_made = 0
-        self.world = self._make_group(
-            comm,
-            config,
-            self._recorder,
-            number=0,
-            ranks=range(comm.size),
-            wrap=lambda executor: _WithProcessSets(executor, self._make_process_set, self._drop_process_set),
-        )
-        self._groups[0] = self.world
-        self._process_sets: dict[int, tuple[int, ...]] = {0: self.world.ranks}
+        self._sets = ProcessSets(comm, config, self._recorder)
+        self.world = self._sets.world
         if config.timeline:
             self.start_timeline(config.timeline)
         self.world.start()
@@ -72,11 +64,11 @@ class Runtime:
 
     def group(self, number: int) -> Group | None:
         """The process set of that number, if this rank is in it."""
-        return self._groups.get(number)
+        return self._sets.group(number)
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set by number, whether or not this rank is in it."""
-        return dict(self._process_sets)
+        return self._sets.ranks()
 
     def ranks_of(self, comm: MPI.Comm) -> list[int]:
         """The ranks of an mpi4py communicator as ranks of this runtime, ascending.
@@ -151,58 +143,9 @@ class Runtime:
 
     def leave(self, reason: str, timeout: float | None = None) -> bool:
         """End this rank's part, process sets first; see `Coordinator.leave`."""
-        agreed = True
-        for number in sorted(self._groups, reverse=True):
-            agreed &= self._groups[number].coordinator.leave(reason, timeout)
+        agreed = self._sets.leave(reason, timeout)
         self._recorder.stop_timeline()
         return agreed
-
-    # On the cycle thread of the world, in the order all ranks share.
-
-    def _make_process_set(self, ranks: tuple[int, ...]) -> int:
-        self._sets_made += 1
-        number = self._sets_made
-        self._process_sets[number] = ranks
-        if self._comm.rank in ranks:
-            comm = self._comm.Create_group(self._comm.group.Incl(ranks), tag=number)
-            group = self._make_group(comm, self.config, self._recorder, number=number, ranks=ranks)
-            comm.Free()
-            self._groups[number] = group
-            group.start()
-        return number
-
-    def _drop_process_set(self, number: int) -> None:
-        self._process_sets.pop(number, None)
-        group = self._groups.pop(number, None)
-        if group is not None:
-            group.coordinator.leave("the process set was removed")
-
-
-class _WithProcessSets:
-    """An executor that can also make and remove process sets."""
-
-    def __init__(
-        self, executor: Executor, make: Callable[[tuple[int, ...]], int], drop: Callable[[int], None]
-    ) -> None:
-        self._executor = executor
-        self._make = make
-        self._drop = drop
-
-    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
-        request = response.first
-        if request.kind != OpKind.PROCESS_SET:
-            self._executor.execute(response, entries)
-        elif request.root_rank >= 0:
-            self._drop(request.root_rank)
-            entries[0].outputs[0] = request.root_rank
-        else:
-            entries[0].outputs[0] = self._make(request.shapes[0])
-
-    def absent(self, request: Request, handle: Handle) -> Entry:
-        return self._executor.absent(request, handle)
-
-    def close(self) -> None:
-        self._executor.close()
 
 
 def init(
@@ -358,14 +301,6 @@ def _require_multiple_threads() -> None:
             'MPI_THREAD_MULTIPLE: let init() start MPI, or set mpi4py.rc.thread_level = "multiple" before '
             "the first import of mpi4py.MPI"
         )
-
-
-def _group_class() -> type[Group]:
-    """Imported here because the data plane imports mpi4py's MPI, which starts MPI:
-    a program that only imports the face, such as a spawned DataLoader worker, must not."""
-    from fusion.group import Group
-
-    return Group
 
 
 def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
