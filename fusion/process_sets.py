@@ -8,7 +8,7 @@ Importing this module starts MPI, because the data plane does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.executor import Entry, Executor
@@ -17,6 +17,7 @@ from coordinator.messages import OpKind, Request, Response
 from coordinator.recorder import Recorder
 from fusion.config import Config
 from fusion.group import Group
+from fusion.tuning.tuner import prepare
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,11 +26,19 @@ if TYPE_CHECKING:
 class ProcessSets:
     """See the module. Making it is collective over `comm`.
 
+    Args:
+        comm: all ranks.
+        config: of every set.
+        recorder: of this rank.
+        pinned: the keys that the user gave; tuning, which is of the world alone, leaves them as they are.
+
     Attributes:
         world: the group of all ranks, set number 0; not started yet.
     """
 
-    def __init__(self, comm: MPI.Intracomm, config: Config, recorder: Recorder) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, config: Config, recorder: Recorder, pinned: Collection[str] = ()
+    ) -> None:
         self._comm = comm
         self._config = config
         self._recorder = recorder
@@ -41,6 +50,9 @@ class ProcessSets:
             number=0,
             ranks=range(comm.size),
             wrap=lambda executor: _WithProcessSets(executor, self._make, self._drop),
+            tune=(lambda topology: prepare(config, pinned, topology.nodes, topology.rank))
+            if config.autotune == "on"
+            else None,
         )
         self._groups: dict[int, Group] = {0: self.world}
         self._ranks: dict[int, tuple[int, ...]] = {0: self.world.ranks}

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from coordinator.handle import Handle
 from coordinator.messages import OpKind, Request
 from coordinator.recorder import Recorder
 from coordinator.stats import Stats
-from fusion.config import Config, load
+from fusion.config import Config, Loaded, load
 from fusion.exits import ExitWatch
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Runtime:
         world: the group of all ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
+    def __init__(self, comm: MPI.Intracomm, config: Config, pinned: Collection[str] = ()) -> None:
         # Imported here because the data plane imports mpi4py's MPI, which starts MPI: a program
         # that only imports the face, such as a spawned DataLoader worker, must not.
         from fusion.process_sets import ProcessSets
@@ -51,7 +51,7 @@ class Runtime:
         self.config = config
         self._comm = comm
         self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
-        self._sets = ProcessSets(comm, config, self._recorder)
+        self._sets = ProcessSets(comm, config, self._recorder, pinned)
         self.world = self._sets.world
         if config.timeline:
             self.start_timeline(config.timeline)
@@ -167,7 +167,8 @@ def init(
 
     Raises:
         ConfigError: a setting is unknown or out of range.
-        FusionError: MPI is missing or was started without thread support.
+        FusionError: MPI is missing or was started without thread support, or tuning was
+            asked for where it cannot be.
     """
     global _runtime, _exit_watch
     if config is not None and not isinstance(config, (Config, Mapping, str, os.PathLike)):
@@ -179,8 +180,8 @@ def init(
         mpi = _start_mpi()
         world = _communicator(mpi, comm)
         _set_up_logging(loaded.config.log_level, world.rank)
-        agreed = _agree(world, loaded.config)
-        _runtime = Runtime(world, agreed)
+        agreed, pinned = _agree(world, loaded)
+        _runtime = Runtime(world, agreed, pinned)
         if _exit_watch is None:
             _exit_watch = ExitWatch(_leave_at_exit, mpi.COMM_WORLD.Abort, agreed.exit_grace_s)
             _exit_watch.install()
@@ -315,13 +316,28 @@ def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
     return world.Create_group(world.group.Incl(ranks))
 
 
-def _agree(comm: MPI.Intracomm, config: Config) -> Config:
-    """Rank 0's settings for all; another rank that was given others says so."""
-    agreed: Config = comm.bcast(config, root=0)
+def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]:
+    """Rank 0's settings for all, and which of them the user gave; a rank that was given others says so.
+
+    Raises:
+        FusionError: rank 0 cannot do what its settings ask for; on every rank.
+    """
+    config = loaded.config
+    refusal = _tuning_check(config) if comm.rank == 0 else None
+    mine = (config, loaded.pinned, refusal)
+    agreed, pinned, refusal = comm.bcast(mine if comm.rank == 0 else None, root=0)
+    if refusal is not None:
+        raise FusionError(refusal)
     if agreed != config:
         differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
         logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
-    return agreed
+    return agreed, pinned
+
+
+def _tuning_check(config: Config) -> str | None:
+    from fusion.tuning.tuner import check
+
+    return check(config)
 
 
 def _set_up_logging(level: str, rank: int) -> None:

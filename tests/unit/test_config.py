@@ -264,7 +264,7 @@ def test_a_config_is_frozen_and_travels_between_ranks() -> None:
 @pytest.mark.parametrize("field", FIELDS.values(), ids=str)
 def test_every_key_is_described_and_a_number_names_its_unit(field: Any) -> None:
     assert field.description.endswith(".")
-    units = {"MiB": "_mb", "KiB": "_kb", "ms": "_ms", "s": "_s", "tensors": "", "": ""}
+    units = {"MiB": "_mb", "KiB": "_kb", "ms": "_ms", "s": "_s", "tensors": "", "samples": "", "": ""}
     assert field.key.endswith(units[field.unit])
     assert (field.bounds is None) == (field.unit == "")
 
