@@ -46,6 +46,7 @@ class Group:
         number: of the set.
         ranks: its members, as ranks of the world, in the order of `comm`.
         topology: of the members.
+        executor: of the set, without what `wrap` added.
         add: what `submit` does with an entry, for a caller that makes its own.
         bell: of the handles.
     """
@@ -69,13 +70,13 @@ class Group:
         wire = MpiWire(comm, self.ranks)
         prepared = tune(self.topology) if tune is not None else None
         room = prepared.space if prepared is not None else None
-        executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config, room)
+        self.executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config, room)
         self.coordinator = Coordinator(
             wire,
-            wrap(executor),
+            wrap(self.executor),
             _settings(config),
             recorder,
-            tuning=Tuning(executor.retune, prepared.tuner) if prepared is not None else None,
+            tuning=Tuning(self.executor.retune, prepared.tuner) if prepared is not None else None,
             name=f"fusion-cycle-{number}",
         )
         self.add, self.bell = self.coordinator.submit, self.coordinator.bell

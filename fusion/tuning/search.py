@@ -2,7 +2,8 @@
 
 The first sample is the settings the job began with. Most samples explore; the last
 few go once more to the best ones, because the best of many noisy measurements is
-partly a lucky one. The settings of the start win unless others are clearly better.
+partly a lucky one. Of settings that are about as good, those nearest to the start
+win: a key that makes no difference here keeps its value.
 
 Reproducible: the same measurements lead to the same settings. Rank 0, cycle
 thread. Needs the extra `tune`; `optuna` is imported when a search is made.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from coordinator.errors import FusionError
@@ -26,9 +28,11 @@ _STARTUP = 10
 """Samples drawn at random before the estimator has something to go by."""
 _CONFIRM = 6
 _FINALISTS = 3
-_CLEARLY = 0.98
-"""Settings replace those of the start if their steps take at most this share of the time."""
-_PATIENCE = 16
+_ABOUT_AS_GOOD = 1.02
+"""Settings whose steps take at most so many times the best are not told apart by time."""
+_POLISH = 8
+"""Samples kept for the neighbours of the best settings, at which the estimator seldom looks."""
+_PATIENCE = 12
 _PROGRESS = 0.99
 _REDRAWS = 8
 
@@ -49,6 +53,7 @@ class Search:
         self._space = space
         self._samples = samples
         self._confirm = min(_CONFIRM, samples // 5)
+        self._polish = min(_POLISH, samples // 5)
         self._study, self._distributions = _study(space, seed)
         self._study.enqueue_trial(space.places(space.start))
         self._measured: dict[Knobs, list[float]] = {}
@@ -66,12 +71,19 @@ class Search:
     @property
     def best(self) -> tuple[Knobs, float]:
         """The best settings so far and the seconds of their step; the start if nothing was measured."""
+        start = self._space.start
         if not self._measured:
-            return self._space.start, math.nan
-        best, start = min(self._measured, key=self._seconds), self._space.start
-        if start in self._measured and self._seconds(best) > _CLEARLY * self._seconds(start):
-            best = start
+            return start, math.nan
+        among = list(self._measured)
+        if self._finalists is not None:
+            among = [knobs for knobs in among if knobs in self._finalists or knobs == start]
+        best = self._leader(among)
         return best, self._seconds(best)
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the shortest step measured; NaN before the first."""
+        return min(map(self._seconds, self._measured), default=math.nan)
 
     @property
     def start_seconds(self) -> float:
@@ -82,11 +94,17 @@ class Search:
         """What to measure next, and `tell` about; None when the search is over."""
         if self._taken >= self._samples:
             return None
-        if self._finalists is None and self._explored():
-            self._finalists = sorted(self._measured, key=self._seconds)[:_FINALISTS]
-        if self._finalists is None:
+        if self._finalists is None and not self._explored():
             self._asked = self._explore()
-        elif self._left_to_confirm() and len(self._finalists) > 1:
+            return self._asked
+        if self._finalists is None and self._taken < self._samples - self._confirm:
+            self._asked = self._neighbour()
+            if self._asked is not None:
+                return self._asked
+        if self._finalists is None:
+            by_time = sorted(self._measured, key=self._seconds)
+            self._finalists = list(dict.fromkeys([self._leader(by_time), *by_time]))[:_FINALISTS]
+        if self._left_to_confirm() and len(self._finalists) > 1:
             self._asked = min(self._finalists, key=lambda knobs: len(self._measured[knobs]))
         else:
             self._asked = None
@@ -95,14 +113,20 @@ class Search:
     def tell(self, seconds: float) -> None:
         """A step with the settings that `next` returned takes `seconds`."""
         assert self._asked is not None, "tell follows next"
-        before = self.best[1] if self._measured else math.inf
+        before = self.fastest
         self._measured.setdefault(self._asked, []).append(seconds)
         self._taken += 1
         if self._trial is not None:
             self._study.tell(self._trial, _score(seconds))
             self._trial = None
-        if seconds < _PROGRESS * before:
+        if not seconds >= _PROGRESS * before:
             self._progress_at = self._taken
+
+    def _leader(self, among: Sequence[Knobs]) -> Knobs:
+        """Of the settings that are about as good as the best, those nearest to the start."""
+        limit = _ABOUT_AS_GOOD * min(map(self._seconds, among))
+        good = [knobs for knobs in among if self._seconds(knobs) <= limit]
+        return min(good, key=lambda knobs: (self._space.changes(knobs), self._seconds(knobs)))
 
     def _seconds(self, knobs: Knobs) -> float:
         return statistics.median(self._measured[knobs])
@@ -111,37 +135,39 @@ class Search:
         if len(self._measured) >= self._space.size:
             return True
         stuck = self._taken - self._progress_at >= _PATIENCE and self._taken >= _STARTUP + _PATIENCE
-        return stuck or self._taken >= self._samples - self._confirm
+        return stuck or self._taken >= self._samples - self._confirm - self._polish
 
     def _left_to_confirm(self) -> bool:
         assert self._finalists is not None
         return sum(len(self._measured[knobs]) - 1 for knobs in self._finalists) < self._confirm
 
     def _explore(self) -> Knobs:
-        """Settings not measured yet; an estimator that insists on known ones is told what is known."""
-        for _ in range(_REDRAWS):
+        """Settings not measured yet, if the estimator has any: of known ones it is told what is known."""
+        for redraw in range(_REDRAWS + 1):
             trial = self._study.ask(self._distributions)
             knobs = self._space.at(trial.params)
             if knobs not in self._measured:
                 break
-            self._study.tell(trial, _score(self._seconds(knobs)))
-        else:
-            knobs = self._neighbour()
-            self._study.enqueue_trial(self._space.places(knobs))
-            trial = self._study.ask(self._distributions)
+            if redraw < _REDRAWS:
+                self._study.tell(trial, _score(self._seconds(knobs)))
         self._trial = trial
         return knobs
 
-    def _neighbour(self) -> Knobs:
-        """Settings not measured yet, as near to the best measured ones as can be."""
-        for known in sorted(self._measured, key=self._seconds):
-            places = self._space.places(known)
-            for key, values in self._space.choices.items():
-                for place in (places[key] - 1, places[key] + 1):
-                    knobs = self._space.at({**places, key: place}) if 0 <= place < len(values) else known
-                    if knobs not in self._measured:
-                        return knobs
-        raise AssertionError("the space is connected, and was not measured through")
+    def _neighbour(self) -> Knobs | None:
+        """Settings not measured yet that are the best but for one key.
+
+        The key is as at the start, or one place beside.
+        """
+        best = self._space.places(self._leader(list(self._measured)))
+        start = self._space.places(self._space.start)
+        back = [(key, start[key]) for key in best]
+        beside = [(key, place) for key in best for place in (best[key] - 1, best[key] + 1)]
+        for key, place in [*back, *beside]:
+            if 0 <= place < len(self._space.choices[key]):
+                knobs = self._space.at({**best, key: place})
+                if knobs not in self._measured:
+                    return knobs
+        return None
 
 
 def _score(seconds: float) -> float:

@@ -60,6 +60,10 @@ class Space(msgspec.Struct, frozen=True):
         """The inverse of `at`."""
         return {key: values.index(getattr(knobs, key)) for key, values in self.choices.items()}
 
+    def changes(self, knobs: Knobs) -> int:
+        """How many keys differ from the start."""
+        return sum(getattr(knobs, key) != getattr(self.start, key) for key in self.choices)
+
     def without(self, key: str, reason: str) -> Space:
         """The same with a key left alone."""
         choices = {kept: values for kept, values in self.choices.items() if kept != key}
@@ -90,7 +94,7 @@ def space_of(config: Config, pinned: Collection[str], nodes: Sequence[Collection
     """
     start = Knobs(**{key: getattr(config, key) for key in KEYS})
     left_alone = {key: "it was set" for key in KEYS if key in pinned}
-    left_alone = {**_without_effect(start, pinned, nodes), **_changing_sums(start, nodes), **left_alone}
+    left_alone = {**_without_effect(start, nodes), **_changing_sums(start, nodes), **left_alone}
     if "hierarchy" not in left_alone and start.hierarchy == "auto":
         start = msgspec.structs.replace(start, hierarchy="on")
     choices = {key: _choices(key, getattr(start, key)) for key in KEYS if key not in left_alone}
@@ -120,14 +124,11 @@ def _changing_sums(start: Knobs, nodes: Sequence[Collection[int]]) -> dict[str, 
     return found
 
 
-def _without_effect(
-    start: Knobs, pinned: Collection[str], nodes: Sequence[Collection[int]]
-) -> dict[str, str]:
+def _without_effect(start: Knobs, nodes: Sequence[Collection[int]]) -> dict[str, str]:
     found = {}
     if len(nodes) == sum(map(len, nodes)):
         found["hierarchy"] = "every node has one rank"
         found["chunk_kb"] = "every node has one rank"
-    may_be_flat = "hierarchy" not in pinned and len(nodes) == 1 and len(nodes[0]) == 2
-    if _ring(start, nodes) == 1 and not may_be_flat:
-        found["ring_segment_kb"] = "there is one node, and no ring"
+    if _ring(start, nodes) == 1:
+        found["ring_segment_kb"] = "the ranks of one node need no ring"
     return found

@@ -9,7 +9,6 @@ the search is over all ranks change to the best settings and the tuner is done.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
 from collections.abc import Collection, Sequence
@@ -32,7 +31,8 @@ MOST_STEPS = 100
 LEAST_S = 0.15
 """A window of very short steps goes on so long, to have more of them."""
 HOPELESS = 1.5
-"""Two steps that both take so many times the best step end a window."""
+"""Steps that all take so many times the best one end a window early."""
+LEAST_HOPELESS_S = 0.05
 
 
 class OnlineTuner:
@@ -142,7 +142,7 @@ class OnlineTuner:
         self._window.append(seconds)
         search = self._search
         assert search is not None
-        if self._enough(search.best[1]):
+        if self._enough(search.fastest):
             median = statistics.median(self._window)
             search.tell(median)
             self._log.sample(search.taken, self._present, len(self._window), median)
@@ -150,8 +150,8 @@ class OnlineTuner:
 
     def _enough(self, best: float) -> bool:
         steps = self._window
-        if len(steps) >= 2 and not math.isnan(best) and min(steps) > HOPELESS * best:
-            return True
+        if len(steps) >= 2 and sum(steps) >= LEAST_HOPELESS_S and min(steps) > HOPELESS * best:
+            return True  # Never before there is a best one: nothing is greater than NaN.
         return len(steps) >= LEAST_STEPS and (sum(steps) >= LEAST_S or len(steps) >= MOST_STEPS)
 
     def _change(self, knobs: Knobs | None) -> None:
