@@ -15,7 +15,6 @@ from mpi4py import MPI
 import fusion.torch as hvd
 import fusion.tuning.tuner as tuner_module
 from coordinator.errors import FusionError, RankLeftError
-from coordinator.messages import ReduceOp
 from coordinator.tuning import Knobs
 from fusion import runtime
 from fusion.config import Config, load
@@ -120,7 +119,7 @@ def test_keys_that_were_set_keep_their_values_on_every_rank(
         assert (loaded.config.chunk_kb, loaded.config.cycle_time_ms) == (333, 0.5)
 
 
-@ranks(2, 3)
+@ranks(2, 4)
 def test_a_rank_that_leaves_during_tuning_is_named_and_what_was_found_is_kept(tmp_path: Path) -> None:
     folder = shared_path(tmp_path)
     hvd.init(autotune="on", autotune_file=folder / "t.yaml")
@@ -138,7 +137,7 @@ def test_a_rank_that_leaves_during_tuning_is_named_and_what_was_found_is_kept(tm
     MPI.COMM_WORLD.Barrier()
 
 
-@ranks(3)
+@ranks(4)
 def test_process_sets_work_beside_tuning_and_keep_the_settings_they_began_with(tmp_path: Path) -> None:
     folder = shared_path(tmp_path)
     hvd.init(autotune="on", autotune_samples=6, autotune_log=folder / "t.csv")
@@ -218,9 +217,7 @@ def test_every_setting_of_the_search_gives_the_same_bits_in_the_same_memory(arra
     try:
         for knobs in corners(small):
             plane.executor.retune(knobs)
-            sums = [
-                plane.allreduce([tensor], op)[0] for tensor in tensors for op in (ReduceOp.SUM, ReduceOp.MAX)
-            ]
+            sums = [plane.allreduce([tensor])[0] for tensor in tensors]
             assert_same_bits(*sums)
             results.add(digest(*sums))
             assert _memory(plane) == before

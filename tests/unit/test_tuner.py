@@ -134,7 +134,7 @@ def test_a_program_without_steps_is_told_so(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_steps_that_do_other_work_are_not_measured(tmp_path: Path) -> None:
-    tuner, space, path = make(tmp_path)
+    tuner, space, _ = make(tmp_path)
     job = Job(tuner, space, cost)
     extra = Request("metric", OpKind.ALLREDUCE, ("float32",), ((1,),))
     for _ in range(200):
@@ -151,7 +151,7 @@ def test_steps_that_do_other_work_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_when_the_steps_change_the_search_begins_anew(tmp_path: Path) -> None:
-    tuner, space, path = make(tmp_path)
+    tuner, space, _ = make(tmp_path)
     job = Job(tuner, space, cost)
     job.run(100)
     job.requests = job.requests[:10]
