@@ -101,7 +101,7 @@ class Coordinator:
         self._executor = executor
         self._settings = settings
         self._recorder = recorder
-        self._tuning = tuning
+        self.tuning = tuning
         self._clock = clock
         self._doorbell = Doorbell()
         self._table = TensorTable(self._doorbell, settings.fusion_threshold)
@@ -161,8 +161,8 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001 - whatever it was, nobody may wait for this thread any more.
             self._break(error)
         finally:
-            if self._tuning is not None:
-                self._tuning.close()
+            if self.tuning is not None:
+                self.tuning.close()
             self._ended.set()
 
     def _gather(self) -> None:
@@ -223,7 +223,7 @@ class Coordinator:
         oldest = self._oldest()
         if oldest is not None and self._stall.due(now - oldest):
             flags |= Flag.STALL
-        if self._tuning is not None and self._tuning.wanted is not None:
+        if self.tuning is not None and self.tuning.wanted is not None:
             flags |= Flag.TUNE
         return flags
 
@@ -252,8 +252,8 @@ class Coordinator:
             self._run_response(response, negotiated)
         self._negotiator.executed(slots)
         self._progressed_at = self._clock()
-        if self._tuning is not None:
-            self._tuning.ran(responses, negotiated, self._negotiator.joined)
+        if self.tuning is not None:
+            self.tuning.ran(responses, negotiated, self._negotiator.joined)
 
     def _run_response(self, response: Response, negotiated: float) -> None:
         reason = refusal(response, self._negotiator.joined, self._wire)
@@ -324,8 +324,8 @@ class Coordinator:
     def _exchange(self, leaving: str | None, *, last: bool) -> None:
         now = self._clock()
         report = self._negotiator.report(self._table.ages(now), leaving)
-        if self._tuning is not None:
-            report.knobs = self._tuning.wanted
+        if self.tuning is not None:
+            report.knobs = self.tuning.wanted
         merged = self._wire.exchange(report, merge)
         if last:
             self._end(departure(merged, self._wire))
@@ -347,8 +347,8 @@ class Coordinator:
 
     def _retune(self, knobs: Knobs) -> None:
         """Take settings that all ranks take now; what was planned with the old ones is dropped."""
-        assert self._tuning is not None, "all ranks tune, or none"
-        self._tuning.take(knobs)
+        assert self.tuning is not None, "all ranks tune, or none"
+        self.tuning.take(knobs)
         self._settings = msgspec.structs.replace(
             self._settings, fusion_threshold=knobs.fusion_threshold, cycle_time_s=knobs.cycle_time_s
         )

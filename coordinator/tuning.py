@@ -82,16 +82,17 @@ class Tuning:
 
     def __init__(self, apply: Callable[[Knobs], None], tuner: Tuner | None = None) -> None:
         self._apply = apply
-        self._tuner = tuner
+        self.tuner = tuner
+        """None on other ranks, and when tuning is over."""
 
     @property
     def wanted(self) -> Knobs | None:
         """What this rank wants all ranks to change to."""
-        return None if self._tuner is None else self._tuner.wanted
+        return None if self.tuner is None else self.tuner.wanted
 
     def ran(self, responses: Sequence[Response], at: float, joined: int) -> None:
         """Tell the tuner, if there is one; `joined` is the mask of ranks that have joined."""
-        tuner = self._tuner
+        tuner = self.tuner
         if tuner is not None:
             self._guarded(tuner.disturbed if joined else lambda: tuner.ran(responses, at))
             self._retire()
@@ -99,13 +100,13 @@ class Tuning:
     def take(self, knobs: Knobs) -> None:
         """Every rank has agreed: use these settings."""
         self._apply(knobs)
-        if self._tuner is not None:
-            self._guarded(self._tuner.applied)
+        if self.tuner is not None:
+            self._guarded(self.tuner.applied)
             self._retire()
 
     def close(self) -> None:
         """Let the tuner keep what it has found; it is not asked again."""
-        tuner, self._tuner = self._tuner, None
+        tuner, self.tuner = self.tuner, None
         if tuner is not None:
             try:
                 tuner.close()
@@ -113,7 +114,7 @@ class Tuning:
                 logger.exception("the result of tuning could not be kept")
 
     def _retire(self) -> None:
-        if self._tuner is not None and self._tuner.finished:
+        if self.tuner is not None and self.tuner.finished:
             self.close()
 
     def _guarded(self, step: Callable[[], None]) -> None:
@@ -121,4 +122,4 @@ class Tuning:
             step()
         except Exception:
             logger.exception("tuning has failed; the settings stay as they are now")
-            self._tuner = None
+            self.tuner = None

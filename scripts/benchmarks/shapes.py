@@ -49,6 +49,7 @@ def layer_7b() -> list[Shape]:
 
 SETS: dict[str, Callable[[], list[Shape]]] = {
     "resnet50": resnet50,
+    "resnet50-fourth": lambda: resnet50()[::4],
     "tiny1000": lambda: [(256,)] * 1000,
     "one64mib": lambda: [(64 * MIB // FLOAT_BYTES,)],
     "one64b": lambda: [(16,)],
