@@ -23,7 +23,7 @@ KEYS = Knobs.__struct_fields__
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "fusion_threshold_mb": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0),
     "cycle_time_ms": (0.25, 0.5, 1.0, 2.0, 5.0, 10.0),
-    "chunk_kb": (128, 256, 512, 1024, 2048, 4096),
+    "chunk_kb": (128, 256, 512, 1024, 2048),
     "ring_segment_kb": (15, 30, 60, 120, 240, 480, 960),
     "hierarchy": ("on", "off"),
 }
