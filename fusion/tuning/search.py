@@ -1,9 +1,10 @@
 """Which settings to try next: Optuna's tree-structured Parzen estimator, asked and told one at a time.
 
-The first sample is the settings the job began with. Most samples explore; the last
-few go once more to the best ones, because the best of many noisy measurements is
-partly a lucky one. Of settings that are about as good, those nearest to the start
-win: a key that makes no difference here keeps its value.
+The first sample is the settings the job began with. Most samples explore. The last
+few go once more to the start and the best ones, in turns, and these alone decide,
+because the best of many noisy measurements is partly a lucky one. Of settings that
+are about as good, those nearest to the start win: a key that makes no difference
+here keeps its value.
 
 Reproducible: the same measurements lead to the same settings. Rank 0, cycle
 thread. Needs the extra `tune`; `optuna` is imported when a search is made.
@@ -26,8 +27,8 @@ from fusion.tuning.space import Space
 SEED = 20
 _STARTUP = 10
 """Samples drawn at random before the estimator has something to go by."""
-_CONFIRM = 6
-_FINALISTS = 3
+_CONFIRM = 8
+_FINALISTS = 4
 _ABOUT_AS_GOOD = 1.02
 """Settings whose steps take at most so many times the best are not told apart by time."""
 _POLISH = 8
@@ -57,6 +58,7 @@ class Search:
         self._study, self._distributions = _study(space, seed)
         self._study.enqueue_trial(space.places(space.start))
         self._measured: dict[Knobs, list[float]] = {}
+        self._confirmed: dict[Knobs, list[float]] = {}
         self._taken = 0
         self._progress_at = 0
         self._trial: Any = None
@@ -69,15 +71,17 @@ class Search:
         return self._taken
 
     @property
+    def confirming(self) -> bool:
+        """Whether what is measured now decides, so that it is worth some time."""
+        return self._finalists is not None
+
+    @property
     def best(self) -> tuple[Knobs, float]:
         """The best settings so far and the seconds of their step; the start if nothing was measured."""
         start = self._space.start
         if not self._measured:
             return start, math.nan
-        among = list(self._measured)
-        if self._finalists is not None:
-            among = [knobs for knobs in among if knobs in self._finalists or knobs == start]
-        best = self._leader(among)
+        best = self._leader(self._finalists or list(self._measured))
         return best, self._seconds(best)
 
     @property
@@ -103,9 +107,10 @@ class Search:
                 return self._asked
         if self._finalists is None:
             by_time = sorted(self._measured, key=self._seconds)
-            self._finalists = list(dict.fromkeys([self._leader(by_time), *by_time]))[:_FINALISTS]
+            first = [self._space.start, self._leader(by_time), *by_time]
+            self._finalists = list(dict.fromkeys(first))[:_FINALISTS]
         if self._left_to_confirm() and len(self._finalists) > 1:
-            self._asked = min(self._finalists, key=lambda knobs: len(self._measured[knobs]))
+            self._asked = min(self._finalists, key=lambda knobs: len(self._confirmed.get(knobs, ())))
         else:
             self._asked = None
         return self._asked
@@ -114,7 +119,8 @@ class Search:
         """A step with the settings that `next` returned takes `seconds`."""
         assert self._asked is not None, "tell follows next"
         before = self.fastest
-        self._measured.setdefault(self._asked, []).append(seconds)
+        kept = self._measured if self._finalists is None else self._confirmed
+        kept.setdefault(self._asked, []).append(seconds)
         self._taken += 1
         if self._trial is not None:
             self._study.tell(self._trial, _score(seconds))
@@ -129,7 +135,8 @@ class Search:
         return min(good, key=lambda knobs: (self._space.changes(knobs), self._seconds(knobs)))
 
     def _seconds(self, knobs: Knobs) -> float:
-        return statistics.median(self._measured[knobs])
+        """Of a step; of settings that were measured once more, without the time that made them finalists."""
+        return statistics.median(self._confirmed.get(knobs) or self._measured[knobs])
 
     def _explored(self) -> bool:
         if len(self._measured) >= self._space.size:
@@ -138,8 +145,7 @@ class Search:
         return stuck or self._taken >= self._samples - self._confirm - self._polish
 
     def _left_to_confirm(self) -> bool:
-        assert self._finalists is not None
-        return sum(len(self._measured[knobs]) - 1 for knobs in self._finalists) < self._confirm
+        return sum(map(len, self._confirmed.values())) < self._confirm
 
     def _explore(self) -> Knobs:
         """Settings not measured yet, if the estimator has any: of known ones it is told what is known."""

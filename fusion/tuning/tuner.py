@@ -33,6 +33,8 @@ LEAST_S = 0.15
 HOPELESS = 1.5
 """Steps that all take so many times the best one end a window early."""
 LEAST_HOPELESS_S = 0.05
+CAREFUL = 2
+"""Windows that decide are so many times as long."""
 
 
 class OnlineTuner:
@@ -150,9 +152,12 @@ class OnlineTuner:
 
     def _enough(self, best: float) -> bool:
         steps = self._window
+        times = CAREFUL if self._search is not None and self._search.confirming else 1
         if len(steps) >= 2 and sum(steps) >= LEAST_HOPELESS_S and min(steps) > HOPELESS * best:
             return True  # Never before there is a best one: nothing is greater than NaN.
-        return len(steps) >= LEAST_STEPS and (sum(steps) >= LEAST_S or len(steps) >= MOST_STEPS)
+        if len(steps) < LEAST_STEPS * times:
+            return False
+        return sum(steps) >= LEAST_S * times or len(steps) >= MOST_STEPS * times
 
     def _change(self, knobs: Knobs | None) -> None:
         """Go on with these settings; None means with the best ones, for good."""

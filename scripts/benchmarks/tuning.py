@@ -33,13 +33,18 @@ BEST = 3
 
 
 class Walk:
-    """Goes through given settings, where `fusion.tuning.search.Search` would choose."""
+    """Goes through given settings, where `fusion.tuning.search.Search` would choose.
 
-    def __init__(self, space: Space, points: Sequence[Knobs]) -> None:
+    Attributes:
+        confirming: whether windows are as long as those by which a search decides.
+    """
+
+    def __init__(self, space: Space, points: Sequence[Knobs], *, careful: bool = False) -> None:
         self._left = iter(points)
         self._at = self._start = space.start
         self.seconds: dict[Knobs, list[float]] = {}
         self.taken = 0
+        self.confirming = careful
 
     @property
     def best(self) -> tuple[Knobs, float]:
@@ -100,7 +105,7 @@ def _one(comm: MPI.Intracomm, work: _Work, options: dict[str, Any]) -> dict[str,
             for knobs in (contestants if turn % 2 else reversed(contestants))
         ]
     turns = comm.bcast(turns, root=0)
-    final = work.run(lambda space: Walk(space, turns))
+    final = work.run(lambda space: Walk(space, turns, careful=True))
     if comm.rank:
         return None
     best = min(contestants, key=final.median)  # The tuner's choice is a point of the grid too.

@@ -32,6 +32,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of three steps, however short: these tests are about bits, not about time."""
     monkeypatch.setattr(tuner_module, "LEAST_S", 0.0)
     monkeypatch.setattr(tuner_module, "HOPELESS", 1e9)
+    monkeypatch.setattr(tuner_module, "CAREFUL", 1)
 
 
 def shared_path(tmp_path: Path) -> Path:
