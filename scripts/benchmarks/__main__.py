@@ -97,7 +97,7 @@ def tuning(
     coarse: Annotated[bool, typer.Option(help="Every other value of the grid only.")] = False,
     part: Annotated[int, typer.Option(min=1, help="Which part of the grid to measure.")] = 1,
     parts: Annotated[int, typer.Option(min=1, help="Into how many parts it is dealt.")] = 1,
-    window: Annotated[float, typer.Option(help="Least seconds of a sample.")] = 0.15,
+    window: Annotated[float, typer.Option(help="Least seconds of a point of the grid.")] = 0.15,
     compute: Annotated[float, typer.Option(help="ms of a backward pass around the tensors.")] = 0.0,
     rounds: Rounds = 5,
     gigabit: Annotated[bool, typer.Option(help="Limit the link to 1 Gbit/s.")] = True,

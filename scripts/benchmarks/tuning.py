@@ -28,7 +28,7 @@ from fusion.tuning.search import Search
 from fusion.tuning.space import Space
 from scripts.benchmarks.shapes import SETS, describe
 
-BEST = 3
+BEST = 5
 """Points of the grid that take part in the turns."""
 
 
@@ -79,7 +79,7 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     """All sets of `options`, one after the other. On every rank."""
     results = []
     for name in options["sets"]:
-        work = _Work(comm, name, options["compute_ms"], options["window_s"])
+        work = _Work(comm, name, options["compute_ms"])
         found = _one(comm, work, options)
         if found is not None:
             results.append({"work": describe(name), "ranks": comm.size, "tuning": found})
@@ -93,7 +93,7 @@ def _one(comm: MPI.Intracomm, work: _Work, options: dict[str, Any]) -> dict[str,
     if comm.rank == 0:
         points = _grid(work.space, options["coarse"])[options["part"] - 1 :: options["parts"]]
     points = comm.bcast(points, root=0)
-    walk = work.run(lambda space: Walk(space, points))
+    walk = work.run(lambda space: Walk(space, points), options["window_s"])
     turns: list[Knobs] = []
     contestants: list[Knobs] = []
     if comm.rank == 0:
@@ -127,16 +127,19 @@ def _one(comm: MPI.Intracomm, work: _Work, options: dict[str, Any]) -> dict[str,
 class _Work:
     """Steps that reduce one set of tensors again and again, tuned or led through settings."""
 
-    def __init__(self, comm: MPI.Intracomm, name: str, compute_ms: float, window_s: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, name: str, compute_ms: float) -> None:
         self._comm = comm
-        self._window_s = window_s
         self._named = [(torch.zeros(shape), f"{name}.{n}") for n, shape in enumerate(SETS[name]())]
         self._named.reverse()
         self._parts = 20 if compute_ms else 1
         self._pause_s = compute_ms / 1e3 / self._parts
 
-    def run(self, make: Made) -> Any:
-        """Train until the search that `make` makes of the space is over; the search, on rank 0."""
+    def run(self, make: Made, window_s: float = tuner.LEAST_S) -> Any:
+        """Train until the search that `make` makes of the space is over; the search, on rank 0.
+
+        Args:
+            window_s: least seconds of a sample.
+        """
         made: list[Any] = []
         over = False
 
@@ -145,7 +148,7 @@ class _Work:
             made[:] = [make(space)]
             return made[0]
 
-        with patch.object(tuner, "Search", remember), patch.object(tuner, "LEAST_S", self._window_s):
+        with patch.object(tuner, "Search", remember), patch.object(tuner, "LEAST_S", window_s):
             hvd.init(autotune="on")
             coordinator = runtime.current().world.coordinator
             while not over:
