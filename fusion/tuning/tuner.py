@@ -30,11 +30,12 @@ LEAST_STEPS = 3
 MOST_STEPS = 100
 LEAST_S = 0.15
 """A window of very short steps goes on so long, to have more of them."""
+CAREFUL_STEPS = 6
+CAREFUL_S = 0.6
+"""The same of windows that decide."""
 HOPELESS = 1.5
 """Steps that all take so many times the best one end a window early."""
 LEAST_HOPELESS_S = 0.05
-CAREFUL = 2
-"""Windows that decide are so many times as long."""
 
 
 class OnlineTuner:
@@ -152,12 +153,12 @@ class OnlineTuner:
 
     def _enough(self, best: float) -> bool:
         steps = self._window
-        times = CAREFUL if self._search is not None and self._search.confirming else 1
+        least, least_s = LEAST_STEPS, LEAST_S
+        if self._search is not None and self._search.confirming:
+            least, least_s = CAREFUL_STEPS, CAREFUL_S
         if len(steps) >= 2 and sum(steps) >= LEAST_HOPELESS_S and min(steps) > HOPELESS * best:
             return True  # Never before there is a best one: nothing is greater than NaN.
-        if len(steps) < LEAST_STEPS * times:
-            return False
-        return sum(steps) >= LEAST_S * times or len(steps) >= MOST_STEPS * times
+        return len(steps) >= least and (sum(steps) >= least_s or len(steps) >= MOST_STEPS)
 
     def _change(self, knobs: Knobs | None) -> None:
         """Go on with these settings; None means with the best ones, for good."""

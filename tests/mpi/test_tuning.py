@@ -32,7 +32,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of three steps, however short: these tests are about bits, not about time."""
     monkeypatch.setattr(tuner_module, "LEAST_S", 0.0)
     monkeypatch.setattr(tuner_module, "HOPELESS", 1e9)
-    monkeypatch.setattr(tuner_module, "CAREFUL", 1)
+    monkeypatch.setattr(tuner_module, "CAREFUL_STEPS", 3)
+    monkeypatch.setattr(tuner_module, "CAREFUL_S", 0.0)
 
 
 def shared_path(tmp_path: Path) -> Path:
