@@ -28,7 +28,7 @@ from fusion.tuning.search import Search
 from fusion.tuning.space import Space
 from scripts.benchmarks.shapes import SETS, describe
 
-BEST = 5
+BEST = 3
 """Points of the grid that take part in the turns."""
 
 
@@ -36,15 +36,15 @@ class Walk:
     """Goes through given settings, where `fusion.tuning.search.Search` would choose.
 
     Attributes:
-        confirming: whether windows are as long as those by which a search decides.
+        confirming: never: windows are those of an exploring search.
     """
 
-    def __init__(self, space: Space, points: Sequence[Knobs], *, careful: bool = False) -> None:
+    def __init__(self, space: Space, points: Sequence[Knobs]) -> None:
         self._left = iter(points)
         self._at = self._start = space.start
         self.seconds: dict[Knobs, list[float]] = {}
         self.taken = 0
-        self.confirming = careful
+        self.confirming = False
 
     @property
     def best(self) -> tuple[Knobs, float]:
@@ -105,7 +105,7 @@ def _one(comm: MPI.Intracomm, work: _Work, options: dict[str, Any]) -> dict[str,
             for knobs in (contestants if turn % 2 else reversed(contestants))
         ]
     turns = comm.bcast(turns, root=0)
-    final = work.run(lambda space: Walk(space, turns, careful=True))
+    final = work.run(lambda space: Walk(space, turns))
     if comm.rank:
         return None
     best = min(contestants, key=final.median)  # The tuner's choice is a point of the grid too.
