@@ -32,16 +32,18 @@ from coordinator.errors import (
     RuntimeBrokenError,
     ShutdownError,
 )
-from coordinator.executor import Entry, Executor
+from coordinator.executor import Entry, Executor, last_parts
 from coordinator.handle import Bell, Handle, complete_all
-from coordinator.messages import OpKind, ReduceOp, Request, Response
+from coordinator.messages import OpKind, Request, Response
 from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import fuse
 from coordinator.recorder import Recorder
+from coordinator.refusal import departure, refusal
 from coordinator.registry import Slots
-from coordinator.reports import Report, merge, rank_list
+from coordinator.reports import Report, merge
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
+from coordinator.tuning import Knobs, Tuning
 from coordinator.waiting import CHECK_EVERY_S, patience
 from coordinator.wire import Wire
 
@@ -52,10 +54,6 @@ _MOST_PLANS = 1024
 
 JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
 """What `join` submits; its result is the rank that joined last."""
-
-_ALONE = (OpKind.ALLREDUCE, OpKind.BARRIER)
-"""Kinds that ranks can run while others have joined. A broadcast would pass the joined ranks by,
-and a gathering would lack their rows: callers mean neither."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -78,6 +76,7 @@ class Coordinator:
         executor: runs what was agreed.
         settings: see `Settings`.
         recorder: told what happens and how long it takes.
+        tuning: changes settings while it runs; on all ranks or on none.
         clock: seconds that never go back.
         name: of the thread.
 
@@ -94,6 +93,7 @@ class Coordinator:
         settings: Settings,
         recorder: Recorder,
         *,
+        tuning: Tuning | None = None,
         clock: Callable[[], float] = time.monotonic,
         name: str = "fusion-cycle",
     ) -> None:
@@ -101,6 +101,7 @@ class Coordinator:
         self._executor = executor
         self._settings = settings
         self._recorder = recorder
+        self.tuning = tuning
         self._clock = clock
         self._doorbell = Doorbell()
         self._table = TensorTable(self._doorbell, settings.fusion_threshold)
@@ -160,6 +161,8 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001 - whatever it was, nobody may wait for this thread any more.
             self._break(error)
         finally:
+            if self.tuning is not None:
+                self.tuning.close()
             self._ended.set()
 
     def _gather(self) -> None:
@@ -220,6 +223,8 @@ class Coordinator:
         oldest = self._oldest()
         if oldest is not None and self._stall.due(now - oldest):
             flags |= Flag.STALL
+        if self.tuning is not None and self.tuning.wanted is not None:
+            flags |= Flag.TUNE
         return flags
 
     def _oldest(self) -> float | None:
@@ -247,11 +252,13 @@ class Coordinator:
             self._run_response(response, negotiated)
         self._negotiator.executed(slots)
         self._progressed_at = self._clock()
+        if self.tuning is not None:
+            self.tuning.ran(responses, negotiated, self._negotiator.joined)
 
     def _run_response(self, response: Response, negotiated: float) -> None:
-        refusal = _refusal(response, self._negotiator.joined, self._wire)
-        if refusal is not None:
-            self._fail(self._present(response.names), refusal)
+        reason = refusal(response, self._negotiator.joined, self._wire)
+        if reason is not None:
+            self._fail(self._present(response.names), reason)
             return
         entries = self._entries(response)
         self._recorder.queued(response, entries, negotiated)
@@ -263,7 +270,7 @@ class Coordinator:
             self._fail(entries, error)
             return
         self._recorder.response(response)
-        self._complete(_finished(entries) if response.grouped else entries)
+        self._complete(last_parts(entries) if response.grouped else entries)
 
     def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
         """What to run for an agreed set, and the set once more."""
@@ -317,9 +324,11 @@ class Coordinator:
     def _exchange(self, leaving: str | None, *, last: bool) -> None:
         now = self._clock()
         report = self._negotiator.report(self._table.ages(now), leaving)
+        if self.tuning is not None:
+            report.knobs = self.tuning.wanted
         merged = self._wire.exchange(report, merge)
         if last:
-            self._end(_departure(merged, self._wire))
+            self._end(departure(merged, self._wire))
             return
         verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
@@ -333,6 +342,18 @@ class Coordinator:
                 self._fail([entry], MismatchError(mismatch.reason))
         if resolution.all_joined:
             self._joined(resolution.last_joined)
+        if merged.knobs is not None:
+            self._retune(merged.knobs)
+
+    def _retune(self, knobs: Knobs) -> None:
+        """Take settings that all ranks take now; what was planned with the old ones is dropped."""
+        assert self.tuning is not None, "all ranks tune, or none"
+        self.tuning.take(knobs)
+        self._settings = msgspec.structs.replace(
+            self._settings, fusion_threshold=knobs.fusion_threshold, cycle_time_s=knobs.cycle_time_s
+        )
+        self._table.full = knobs.fusion_threshold
+        self._plans.clear()
 
     def _joined(self, last: int) -> None:
         """All ranks have joined: each one's `join` returns the last of them."""
@@ -370,32 +391,3 @@ class Coordinator:
             self._wire.announce(str(end))
         except Exception:
             logger.exception("the other ranks could not be told that rank %d failed", me)
-
-
-def _finished(entries: list[Entry]) -> list[Entry]:
-    """Those of which this was the last part."""
-    finished = []
-    for entry in entries:
-        entry.executed += 1
-        if entry.executed == len(entry.request.shapes):
-            finished.append(entry)
-    return finished
-
-
-def _refusal(response: Response, joined: int, wire: Wire) -> FusionError | None:
-    """Why ranks cannot run a response while others have joined; None if they can."""
-    if not joined:
-        return None
-    request = response.first
-    who = rank_list(joined, wire.ranks)
-    if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
-        what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
-        return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
-    return None
-
-
-def _departure(merged: Report, wire: Wire) -> FusionError:
-    if wire.rank in merged.leaving:
-        return ShutdownError(f"this rank has left the job: {merged.leaving[wire.rank]}")
-    who = "; ".join(f"rank {wire.ranks[other]}: {reason}" for other, reason in sorted(merged.leaving.items()))
-    return RankLeftError(f"a rank has left the job, so this operation cannot complete ({who})")

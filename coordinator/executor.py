@@ -53,6 +53,16 @@ class Entry(msgspec.Struct, eq=False, gc=False):
             self.handle.set_result(result)
 
 
+def last_parts(entries: list[Entry]) -> list[Entry]:
+    """Of entries that each had a part run: those of which it was the last one."""
+    finished = []
+    for entry in entries:
+        entry.executed += 1
+        if entry.executed == len(entry.request.shapes):
+            finished.append(entry)
+    return finished
+
+
 class Executor(Protocol):
     """Runs agreed responses. `fusion/` implements it."""
 

@@ -56,6 +56,8 @@ class Flag(IntFlag):
     """Something has waited too long: find out who lacks it."""
     JOIN = 8
     """This rank has no more data; it will take part with neutral values."""
+    TUNE = 16
+    """This rank has settings for all; see `coordinator.tuning`."""
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from coordinator.messages import Request
+from coordinator.tuning import Knobs
 
 
 class Report(msgspec.Struct):
@@ -25,6 +26,8 @@ class Report(msgspec.Struct):
     """Leaving rank -> why."""
     joining: int = 0
     """Bit mask of the ranks that join now."""
+    knobs: Knobs | None = None
+    """Settings that all ranks are to take."""
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -53,6 +56,7 @@ def merge(left: Report, right: Report) -> Report:
         left.ages[name] = max(age, left.ages.get(name, 0.0))
     left.leaving.update(right.leaving)
     left.joining |= right.joining
+    left.knobs = left.knobs or right.knobs
     return left
 
 

@@ -28,12 +28,13 @@ class TensorTable:
         doorbell: rung for the first entry since the last `drain`, for the one that
             makes a buffer full, and by `urge`. One ring for every entry would wake
             the cycle thread a thousand times to go back to sleep.
-        full: bytes of a full buffer.
+        full: see the attribute.
     """
 
     def __init__(self, doorbell: Doorbell, full: int) -> None:
         self._doorbell = doorbell
-        self._full = full
+        self.full = full
+        """Bytes of a full buffer; may be set on the cycle thread."""
         self._live: dict[str, Entry] = {}
         self._fresh: deque[Entry] = deque()
         self._fresh_bytes = 0  # About: two threads that add at once may count one entry for two.
@@ -61,7 +62,7 @@ class TensorTable:
         before = self._fresh_bytes
         self._fresh_bytes = after = before + request.nbytes
         # Looked at after the entry is in: a drain that misses it says so before.
-        if self._drained or before < self._full <= after:
+        if self._drained or before < self.full <= after:
             self._drained = False
             self._doorbell.ring()
 

@@ -6,6 +6,7 @@ the cycle thread only. It owns the fusion buffers and the arenas.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -54,44 +55,89 @@ class DataPlaneConfig(Protocol):
     def hierarchy(self) -> str: ...
 
 
+class Room(Protocol):
+    """What settings `CpuExecutor.retune` may be given later, so that memory is made for them at the start."""
+
+    @property
+    def fusion_threshold_mb(self) -> float:
+        """The largest."""
+        ...
+
+    @property
+    def chunks_kb(self) -> Sequence[int]: ...
+    @property
+    def flat(self) -> bool:
+        """Whether `hierarchy` may become "off"."""
+        ...
+
+
 class CpuExecutor:
     """Implements `coordinator.executor.Executor` for tensors in host memory.
 
     Collective: every rank of the topology makes one at the same point.
+
+    Args:
+        topology: the ranks.
+        waiter: for every wait.
+        recorder: told of phases.
+        config: the settings.
+        room: settings that may come later; default none but `config`.
 
     Raises:
         FusionError: there is not enough shared memory on some node; alike on all ranks.
     """
 
     def __init__(
-        self, topology: Topology, waiter: Waiter, recorder: Recorder, config: DataPlaneConfig
+        self,
+        topology: Topology,
+        waiter: Waiter,
+        recorder: Recorder,
+        config: DataPlaneConfig,
+        room: Room | None = None,
     ) -> None:
         self._topology = topology
-        self._hierarchy = config.hierarchy
-        self._layouts = LayoutCache()
         self._arenas: dict[int, Arena] = {}
         self._arenas_made = 0
         self._thread = 0
-        chunk = max(1, config.chunk_kb * 1024 // ALIGN) * ALIGN
-        buffer = max(LEAST_BUFFER_BYTES, int(config.fusion_threshold_mb * (1 << 20)), chunk)
+        chunks = [_chunk_bytes(kb) for kb in {config.chunk_kb, *(room.chunks_kb if room else ())}]
+        threshold = max(config.fusion_threshold_mb, room.fusion_threshold_mb if room else 0.0)
+        buffer = max(LEAST_BUFFER_BYTES, int(threshold * (1 << 20)), *chunks)
         world, node_channel = Channel(topology.world, waiter), Channel(topology.node, waiter)
-        flat = topology.size > 1 and config.hierarchy == "off"
-        between = len(topology.nodes) > 1 and not flat
-        vector = vector_bytes(buffer, chunk, topology.slices) if between else 0
+        always_flat = topology.size > 1 and config.hierarchy == "off" and room is None
+        flat = topology.size > 1 and (config.hierarchy == "off" or (room is not None and room.flat))
+        vector = 0
+        if len(topology.nodes) > 1 and not always_flat:
+            vector = max(vector_bytes(buffer, chunk, topology.slices) for chunk in chunks)
         self._means = Means(
             topology=topology,
             waiter=waiter,
             recorder=recorder,
             world=world,
             cross=Channel(topology.cross, waiter),
-            node=NodeBuffer.shared(node_channel, world, chunk, vector, waiter),
+            node=NodeBuffer.shared(node_channel, world, max(chunks), vector, waiter),
             scratch=Scratch(),
             buffer_bytes=buffer,
             segment_bytes=config.ring_segment_kb * 1024,
             arenas=self._arenas,
         )
         self._node_channel = node_channel
-        self._alone = NodeBuffer.private(chunk, vector_bytes(buffer, chunk, 1), waiter) if flat else None
+        self._alone: NodeBuffer | None = None
+        if flat:
+            vector = max(vector_bytes(buffer, chunk, 1) for chunk in chunks)
+            self._alone = NodeBuffer.private(max(chunks), vector, waiter)
+        self.retune(config)
+
+    def retune(self, config: DataPlaneConfig) -> None:
+        """Use these settings, which there must be room for, from the next response on.
+
+        Between two responses, on every rank alike. No memory that a tensor or a
+        message may lie in is made, moved or given back.
+        """
+        self._hierarchy = config.hierarchy
+        for node in filter(None, (self._means.node, self._alone)):
+            node.use_chunks_of(_chunk_bytes(config.chunk_kb))
+        self._means = dataclasses.replace(self._means, segment_bytes=config.ring_segment_kb * 1024)
+        self._layouts = LayoutCache()  # Kept views are of pieces of the size before.
         self._collectives = self._build()
 
     def execute(self, response: Response, entries: Sequence[Entry]) -> None:
@@ -157,3 +203,7 @@ class CpuExecutor:
         self._arenas_made += 1
         self._arenas[arena.number] = arena
         entry.outputs[part.index] = arena
+
+
+def _chunk_bytes(kb: int) -> int:
+    return max(1, kb * 1024 // ALIGN) * ALIGN

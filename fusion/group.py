@@ -18,10 +18,12 @@ from coordinator.executor import Entry, Executor
 from coordinator.handle import Handle
 from coordinator.messages import Request
 from coordinator.recorder import Recorder
+from coordinator.tuning import Tuning
 from coordinator.waiting import Waiter
 from fusion.config import Config
 from fusion.executor import CpuExecutor
 from fusion.topology import Topology
+from fusion.tuning.tuner import Prepared
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,11 +40,13 @@ class Group:
         recorder: of the runtime.
         number: of the set, 0 for all ranks.
         wrap: adds operations to the executor.
+        tune: what to tune, given the topology; default nothing.
 
     Attributes:
         number: of the set.
         ranks: its members, as ranks of the world, in the order of `comm`.
         topology: of the members.
+        executor: of the set, without what `wrap` added.
         add: what `submit` does with an entry, for a caller that makes its own.
         bell: of the handles.
     """
@@ -56,6 +60,7 @@ class Group:
         number: int,
         ranks: Sequence[int],
         wrap: Callable[[Executor], Executor] = lambda executor: executor,
+        tune: Callable[[Topology], Prepared] | None = None,
     ) -> None:
         from coordinator.mpi_wire import MpiWire
 
@@ -63,9 +68,16 @@ class Group:
         self.ranks = tuple(ranks)
         self.topology = Topology.create(comm)
         wire = MpiWire(comm, self.ranks)
-        executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config)
+        prepared = tune(self.topology) if tune is not None else None
+        room = prepared.space if prepared is not None else None
+        self.executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config, room)
         self.coordinator = Coordinator(
-            wire, wrap(executor), _settings(config), recorder, name=f"fusion-cycle-{number}"
+            wire,
+            wrap(self.executor),
+            _settings(config),
+            recorder,
+            tuning=Tuning(self.executor.retune, prepared.tuner) if prepared is not None else None,
+            name=f"fusion-cycle-{number}",
         )
         self.add, self.bell = self.coordinator.submit, self.coordinator.bell
         self._names = _Names(self.coordinator.in_flight)

@@ -207,7 +207,7 @@ class LayoutCache:
         return layout
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target.
 
     In inference mode torch skips what autograd would do for each tensor, a fifth of the

@@ -12,20 +12,19 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coordinator.coordinator import JOIN
 from coordinator.errors import FusionError, NotInitializedError
-from coordinator.executor import Entry, Executor
 from coordinator.handle import Handle
-from coordinator.messages import OpKind, Request, Response
+from coordinator.messages import OpKind, Request
 from coordinator.recorder import Recorder
 from coordinator.stats import Stats
 from fusion.compression.policy import check_settings
-from fusion.config import Config, load
+from fusion.config import Config, Loaded, load
 from fusion.exits import ExitWatch
 
 if TYPE_CHECKING:
@@ -46,23 +45,16 @@ class Runtime:
         comm: of all ranks; duplicate it for messages of your own.
     """
 
-    def __init__(self, comm: MPI.Intracomm, config: Config) -> None:
-        self._make_group = _group_class()
+    def __init__(self, comm: MPI.Intracomm, config: Config, pinned: Collection[str] = ()) -> None:
+        # Imported here because the data plane imports mpi4py's MPI, which starts MPI: a program
+        # that only imports the face, such as a spawned DataLoader worker, must not.
+        from fusion.process_sets import ProcessSets
+
         self.config = config
         self.comm = comm
         self._recorder = Recorder(comm.rank, timeline_max_mb=config.timeline_max_mb)
-        self._groups: dict[int, Group] = {}
-        self._sets_made = 0
-        self.world = self._make_group(
-            comm,
-            config,
-            self._recorder,
-            number=0,
-            ranks=range(comm.size),
-            wrap=lambda executor: _WithProcessSets(executor, self._make_process_set, self._drop_process_set),
-        )
-        self._groups[0] = self.world
-        self._process_sets: dict[int, tuple[int, ...]] = {0: self.world.ranks}
+        self._sets = ProcessSets(comm, config, self._recorder, pinned)
+        self.world = self._sets.world
         if config.timeline:
             self.start_timeline(config.timeline)
         self.world.start()
@@ -74,11 +66,11 @@ class Runtime:
 
     def group(self, number: int) -> Group | None:
         """The process set of that number, if this rank is in it."""
-        return self._groups.get(number)
+        return self._sets.group(number)
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set by number, whether or not this rank is in it."""
-        return dict(self._process_sets)
+        return self._sets.ranks()
 
     def ranks_of(self, comm: MPI.Comm) -> list[int]:
         """The ranks of an mpi4py communicator as ranks of this runtime, ascending.
@@ -153,58 +145,9 @@ class Runtime:
 
     def leave(self, reason: str, timeout: float | None = None) -> bool:
         """End this rank's part, process sets first; see `Coordinator.leave`."""
-        agreed = True
-        for number in sorted(self._groups, reverse=True):
-            agreed &= self._groups[number].coordinator.leave(reason, timeout)
+        agreed = self._sets.leave(reason, timeout)
         self._recorder.stop_timeline()
         return agreed
-
-    # On the cycle thread of the world, in the order all ranks share.
-
-    def _make_process_set(self, ranks: tuple[int, ...]) -> int:
-        self._sets_made += 1
-        number = self._sets_made
-        self._process_sets[number] = ranks
-        if self.comm.rank in ranks:
-            comm = self.comm.Create_group(self.comm.group.Incl(ranks), tag=number)
-            group = self._make_group(comm, self.config, self._recorder, number=number, ranks=ranks)
-            comm.Free()
-            self._groups[number] = group
-            group.start()
-        return number
-
-    def _drop_process_set(self, number: int) -> None:
-        self._process_sets.pop(number, None)
-        group = self._groups.pop(number, None)
-        if group is not None:
-            group.coordinator.leave("the process set was removed")
-
-
-class _WithProcessSets:
-    """An executor that can also make and remove process sets."""
-
-    def __init__(
-        self, executor: Executor, make: Callable[[tuple[int, ...]], int], drop: Callable[[int], None]
-    ) -> None:
-        self._executor = executor
-        self._make = make
-        self._drop = drop
-
-    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
-        request = response.first
-        if request.kind != OpKind.PROCESS_SET:
-            self._executor.execute(response, entries)
-        elif request.root_rank >= 0:
-            self._drop(request.root_rank)
-            entries[0].outputs[0] = request.root_rank
-        else:
-            entries[0].outputs[0] = self._make(request.shapes[0])
-
-    def absent(self, request: Request, handle: Handle) -> Entry:
-        return self._executor.absent(request, handle)
-
-    def close(self) -> None:
-        self._executor.close()
 
 
 def init(
@@ -226,7 +169,8 @@ def init(
 
     Raises:
         ConfigError: a setting is unknown or out of range.
-        FusionError: MPI is missing or was started without thread support.
+        FusionError: MPI is missing or was started without thread support, or tuning was
+            asked for where it cannot be.
     """
     global _runtime, _exit_watch
     if config is not None and not isinstance(config, (Config, Mapping, str, os.PathLike)):
@@ -239,8 +183,8 @@ def init(
         mpi = _start_mpi()
         world = _communicator(mpi, comm)
         _set_up_logging(loaded.config.log_level, world.rank)
-        agreed = _agree(world, loaded.config)
-        _runtime = Runtime(world, agreed)
+        agreed, pinned = _agree(world, loaded)
+        _runtime = Runtime(world, agreed, pinned)
         if _exit_watch is None:
             _exit_watch = ExitWatch(_leave_at_exit, mpi.COMM_WORLD.Abort, agreed.exit_grace_s)
             _exit_watch.install()
@@ -364,14 +308,6 @@ def require_multiple_threads(what: str = "a process set") -> None:
         )
 
 
-def _group_class() -> type[Group]:
-    """Imported here because the data plane imports mpi4py's MPI, which starts MPI:
-    a program that only imports the face, such as a spawned DataLoader worker, must not."""
-    from fusion.group import Group
-
-    return Group
-
-
 def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
     if comm is None:
         return mpi.COMM_WORLD
@@ -384,13 +320,28 @@ def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
     return world.Create_group(world.group.Incl(ranks))
 
 
-def _agree(comm: MPI.Intracomm, config: Config) -> Config:
-    """Rank 0's settings for all; another rank that was given others says so."""
-    agreed: Config = comm.bcast(config, root=0)
+def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]:
+    """Rank 0's settings for all, and which of them the user gave; a rank that was given others says so.
+
+    Raises:
+        FusionError: rank 0 cannot do what its settings ask for; on every rank.
+    """
+    config = loaded.config
+    refusal = _tuning_check(config) if comm.rank == 0 else None
+    mine = (config, loaded.pinned, refusal)
+    agreed, pinned, refusal = comm.bcast(mine if comm.rank == 0 else None, root=0)
+    if refusal is not None:
+        raise FusionError(refusal)
     if agreed != config:
         differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
         logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
-    return agreed
+    return agreed, pinned
+
+
+def _tuning_check(config: Config) -> str | None:
+    from fusion.tuning.tuner import check
+
+    return check(config)
 
 
 def _set_up_logging(level: str, rank: int) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from coordinator.errors import ConfigError
 from fusion.cli.launch import (
     Host,
     Job,
+    Launcher,
     LaunchError,
     command,
     find_launcher,
@@ -100,30 +102,63 @@ def run(  # noqa: PLR0917 - the command line's options, passed by name
 ) -> None:
     """Start the job that the command line describes; see `HELP`."""
     try:
-        environ = _environ(config, as_horovod=as_horovod)
-        job = Job(
-            np=ranks,
-            words=tuple(words),
-            verbatim=ctx.meta[_VERBATIM],
-            hosts=_hosts(hosts, hostfile),
-            mpi_args=tuple(word for text in mpi_arg or () for word in shlex.split(text)),
-            prefix=prefix,
+        environ = environ_of(config, as_horovod=as_horovod)
+        job = job_of(
+            ctx, ranks=ranks, words=words, hosts=hosts, hostfile=hostfile, mpi_arg=mpi_arg, prefix=prefix
         )
-        if not job.verbatim:
-            _check_program(job, environ["PATH"])
-        launcher = find_launcher(environ=environ)
-        line = command(launcher, job, surroundings(environ))
+        launcher, line = line_of(job, environ)
     except (ConfigError, LaunchError) as error:
         typer.echo(f"fusion run: {error}", err=True)
         raise typer.Exit(USAGE_ERROR) from None
     if show:
         typer.echo(shlex.join(line))
         return
-    lines = relay if launcher.family == "MPICH" and prefix else None
-    raise typer.Exit(supervise(line, environ, relay=lines))
+    raise typer.Exit(start(launcher, line, job, environ))
 
 
-def _environ(config: str | None, *, as_horovod: bool) -> dict[str, str]:
+def job_of(
+    ctx: typer.Context,
+    *,
+    ranks: int,
+    words: Sequence[str],
+    hosts: str | None,
+    hostfile: str | None,
+    mpi_arg: Sequence[str] | None,
+    prefix: bool,
+) -> Job:
+    """What the options of `fusion run` ask for.
+
+    Raises:
+        LaunchError: the hosts cannot be read.
+    """
+    return Job(
+        np=ranks,
+        words=tuple(words),
+        verbatim=ctx.meta[_VERBATIM],
+        hosts=_hosts(hosts, hostfile),
+        mpi_args=tuple(word for text in mpi_arg or () for word in shlex.split(text)),
+        prefix=prefix,
+    )
+
+
+def line_of(job: Job, environ: Mapping[str, str]) -> tuple[Launcher, list[str]]:
+    """The mpirun and the command line for a job.
+
+    Raises:
+        LaunchError: the job cannot be started here.
+    """
+    if not job.verbatim:
+        _check_program(job, environ["PATH"])
+    launcher = find_launcher(environ=environ)
+    return launcher, command(launcher, job, surroundings(environ))
+
+
+def start(launcher: Launcher, line: Sequence[str], job: Job, environ: Mapping[str, str]) -> int:
+    """Run a job to its end; the exit status."""
+    return supervise(line, environ, relay=relay if launcher.family == "MPICH" and job.prefix else None)
+
+
+def environ_of(config: str | None, *, as_horovod: bool) -> dict[str, str]:
     """The ranks' environment. Only what the user gave is set, so that no default looks pinned."""
     environ = dict(os.environ)
     _put_first(environ, "PATH", os.path.dirname(sys.executable))

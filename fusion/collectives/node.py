@@ -35,7 +35,7 @@ class NodeBuffer:
 
     Attributes:
         rank, size: in the group.
-        chunk_bytes: size of a half.
+        chunk_bytes: how much of a half is used at a time; the halves themselves may be larger.
         vector_bytes: size of a vector.
     """
 
@@ -44,7 +44,7 @@ class NodeBuffer:
     ) -> None:
         self.rank = rank
         self.size = size
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = self._half_bytes = chunk_bytes
         self.vector_bytes = vector_bytes
         self._waiter = waiter
         self._counters = memoryview(memory)[: size * LINE].cast("Q")
@@ -86,7 +86,17 @@ class NodeBuffer:
     @property
     def nbytes(self) -> int:
         """All memory of the group."""
-        return _total(self.size, self.chunk_bytes, self.vector_bytes)
+        return _total(self.size, self._half_bytes, self.vector_bytes)
+
+    def use_chunks_of(self, chunk_bytes: int) -> None:
+        """Use so much of a half from now on; between two collectives, on every rank of the group alike.
+
+        Raises:
+            ValueError: the halves are smaller than that.
+        """
+        if not ALIGN <= chunk_bytes <= self._half_bytes:
+            raise ValueError(f"halves of {self._half_bytes} bytes have no room for chunks of {chunk_bytes}")
+        self.chunk_bytes = chunk_bytes
 
     def flip(self) -> int:
         """The half to use for the next chunk; every rank of the group calls this alike."""

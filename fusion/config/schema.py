@@ -105,6 +105,27 @@ class Config(Struct, frozen=True, kw_only=True):
             extra={"unit": "KiB"},
         ),
     ] = 60
+    autotune: Annotated[
+        Literal["off", "on"],
+        Meta(description="Whether keys that were left alone are tuned while the program runs."),
+    ] = "off"
+    autotune_samples: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=10_000,
+            description="Settings that tuning measures before it keeps the best of them.",
+            extra={"unit": "samples"},
+        ),
+    ] = 40
+    autotune_file: Annotated[
+        str | None,
+        Meta(description="YAML file that tuning writes its result to; null for none."),
+    ] = None
+    autotune_log: Annotated[
+        str | None,
+        Meta(description="CSV file with a line for every sample of tuning; null for none."),
+    ] = None
     stall_warning_s: Annotated[
         float,
         Meta(

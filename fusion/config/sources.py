@@ -219,6 +219,9 @@ _HOROVOD: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_shutdown_s", str),
     ("HOROVOD_LOG_LEVEL", "log_level", _horovod_level),
     ("HOROVOD_TIMELINE", "timeline", _horovod_timeline),
+    ("HOROVOD_AUTOTUNE", "autotune", lambda text: "on" if _horovod_flag(text) else "off"),
+    ("HOROVOD_AUTOTUNE_LOG", "autotune_log", str),
+    ("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune_samples", str),
 )
 
 HOROVOD_VARIABLES = {variable: key for variable, key, _ in _HOROVOD}

@@ -89,6 +89,39 @@ def link(
 
 
 @app.command()
+def tuning(
+    *,
+    ranks: Ranks = 2,
+    sets: Sets = None,
+    samples: Annotated[int, typer.Option(help="Of the tuner, at most.")] = 40,
+    coarse: Annotated[bool, typer.Option(help="Every other value of the grid only.")] = False,
+    part: Annotated[int, typer.Option(min=1, help="Which part of the grid to measure.")] = 1,
+    parts: Annotated[int, typer.Option(min=1, help="Into how many parts it is dealt.")] = 1,
+    window: Annotated[float, typer.Option(help="Least seconds of a point of the grid.")] = 0.15,
+    compute: Annotated[float, typer.Option(help="ms of a backward pass around the tensors.")] = 0.0,
+    rounds: Rounds = 5,
+    gigabit: Annotated[bool, typer.Option(help="Limit the link to 1 Gbit/s.")] = True,
+    out: Out = FOLDER,
+    timeout: Timeout = 3600,
+) -> None:
+    """Automatic tuning beside a full grid of its settings, over two hosts and their link. Needs root."""
+    options = {
+        "sets": sets or ["resnet50", "tiny1000"],
+        "samples": samples,
+        "coarse": coarse,
+        "compute_ms": compute,
+        "part": part,
+        "parts": parts,
+        "window_s": window,
+        "rounds": rounds,
+    }
+    runs = [launch.on_two_hosts("tuning", ranks, options, timeout, gigabit=gigabit)]
+    for result in runs[0]["results"]:
+        report.show_rows(console, result["work"], [result["tuning"]])
+    _write("tuning", runs, out)
+
+
+@app.command()
 def overlap(
     *,
     ranks: Ranks = 2,

@@ -49,6 +49,8 @@ def layer_7b() -> list[Shape]:
 
 SETS: dict[str, Callable[[], list[Shape]]] = {
     "resnet50": resnet50,
+    # Its smaller tensors: 128, 3.9 MiB. Short steps, for what takes thousands of them.
+    "resnet50-small": lambda: [shape for shape in resnet50() if prod(shape) <= 1 << 17],
     "tiny1000": lambda: [(256,)] * 1000,
     "one64mib": lambda: [(64 * MIB // FLOAT_BYTES,)],
     "one64b": lambda: [(16,)],

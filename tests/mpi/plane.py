@@ -18,6 +18,7 @@ from coordinator.waiting import Waiter
 from fusion.dtypes import name_of
 from fusion.executor import CpuExecutor
 from fusion.topology import Topology
+from fusion.tuning.space import Space
 
 ARRANGEMENTS = {
     "one node": lambda rank: 0,
@@ -56,14 +57,16 @@ class Spans:
 class Plane:
     """An executor of its own, and one call for each collective."""
 
-    def __init__(self, arrangement: str, settings: Settings | None = None) -> None:
+    def __init__(
+        self, arrangement: str, settings: Settings | None = None, space: Space | None = None
+    ) -> None:
         settings = settings or Settings()
         if arrangement == "ring of all":
             settings.hierarchy = "off"
         self.topology = Topology.create(MPI.COMM_WORLD, node_of=ARRANGEMENTS[arrangement])
         self.rank, self.size = self.topology.rank, self.topology.size
         self.spans = Spans()
-        self.executor = CpuExecutor(self.topology, Waiter(lambda: None), self.spans, settings)
+        self.executor = CpuExecutor(self.topology, Waiter(lambda: None), self.spans, settings, space)
 
     def close(self) -> None:
         self.executor.close()

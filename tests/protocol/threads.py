@@ -17,6 +17,7 @@ from coordinator.executor import Entry
 from coordinator.handle import Handle
 from coordinator.messages import Request, Response
 from coordinator.recorder import Recorder
+from coordinator.tuning import Knobs, Tuner, Tuning
 from coordinator.wire import Words
 
 DEFAULTS = Settings(
@@ -92,6 +93,8 @@ class SummingExecutor:
         self._hub, self._rank = hub, rank
         self._steps = 0
         self.ran: list[Response] = []
+        self.retuned: list[tuple[int, Knobs]] = []
+        """How many responses had run when settings changed, and to what."""
         self.fail_on: str | None = None
         self.closed = False
 
@@ -112,6 +115,9 @@ class SummingExecutor:
         count = len(request.shapes)
         return Entry(request, [0.0] * count, [None] * count, handle, enqueued_at=time.monotonic())
 
+    def retune(self, knobs: Knobs) -> None:
+        self.retuned.append((len(self.ran), knobs))
+
     def close(self) -> None:
         self.closed = True
 
@@ -119,11 +125,17 @@ class SummingExecutor:
 class Ranks:
     """Coordinators of `size` ranks, running."""
 
-    def __init__(self, size: int, settings: Settings) -> None:
+    def __init__(self, size: int, settings: Settings, tuner: Tuner | None = None) -> None:
         hub = Hub(size)
         self.executors = [SummingExecutor(hub, rank) for rank in range(size)]
         self.coordinators = [
-            Coordinator(ThreadWire(hub, rank), self.executors[rank], settings, Recorder(rank))
+            Coordinator(
+                ThreadWire(hub, rank),
+                self.executors[rank],
+                settings,
+                Recorder(rank),
+                tuning=Tuning(self.executors[rank].retune, None if rank else tuner) if tuner else None,
+            )
             for rank in range(size)
         ]
 
@@ -139,9 +151,9 @@ class Ranks:
 
 
 @contextmanager
-def running(size: int, settings: Settings = DEFAULTS) -> Iterator[Ranks]:
-    """Start the ranks; whatever happens, all of them leave at the end."""
-    ranks = Ranks(size, settings)
+def running(size: int, settings: Settings = DEFAULTS, tuner: Tuner | None = None) -> Iterator[Ranks]:
+    """Start the ranks; whatever happens, all of them leave at the end. `tuner` is rank 0's."""
+    ranks = Ranks(size, settings, tuner)
     for coordinator in ranks.coordinators:
         coordinator.start()
     try:

@@ -104,6 +104,10 @@ def test_a_key_set_to_its_default_is_pinned_and_one_left_alone_is_not(tmp_path: 
         ("HOROVOD_LOG_LEVEL", "TRACE", "log_level", "debug"),
         ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "critical"),
         ("HOROVOD_TIMELINE", "/tmp/t.json", "timeline", "/tmp/t.json"),
+        ("HOROVOD_AUTOTUNE", "1", "autotune", "on"),
+        ("HOROVOD_AUTOTUNE", "0", "autotune", "off"),
+        ("HOROVOD_AUTOTUNE_LOG", "/tmp/t.csv", "autotune_log", "/tmp/t.csv"),
+        ("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", "autotune_samples", 20),
     ],
 )
 def test_horovods_variables_keep_their_units(variable: str, text: str, key: str, value: object) -> None:
@@ -270,6 +274,7 @@ def test_every_key_is_described_and_a_number_names_its_unit(field: Any) -> None:
         "ms": "_ms",
         "s": "_s",
         "tensors": "",
+        "samples": "",
         "elements": "",
         "steps": "",
         "": "",
