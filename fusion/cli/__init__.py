@@ -1,4 +1,4 @@
-"""The `fusion` command: `run`, `doctor` and `config show`.
+"""The `fusion` command: `run`, `plan`, `doctor` and `config show`.
 
 Importing it, and showing the configuration, loads neither torch nor MPI.
 """

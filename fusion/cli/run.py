@@ -100,12 +100,12 @@ def run(  # noqa: PLR0917 - the command line's options, passed by name
 ) -> None:
     """Start the job that the command line describes; see `HELP`."""
     try:
-        environ = _environ(config, as_horovod=as_horovod)
+        environ = rank_environ(config, as_horovod=as_horovod)
         job = Job(
             np=ranks,
             words=tuple(words),
             verbatim=ctx.meta[_VERBATIM],
-            hosts=_hosts(hosts, hostfile),
+            hosts=chosen_hosts(hosts, hostfile),
             mpi_args=tuple(word for text in mpi_arg or () for word in shlex.split(text)),
             prefix=prefix,
         )
@@ -123,7 +123,7 @@ def run(  # noqa: PLR0917 - the command line's options, passed by name
     raise typer.Exit(supervise(line, environ, relay=lines))
 
 
-def _environ(config: str | None, *, as_horovod: bool) -> dict[str, str]:
+def rank_environ(config: str | None, *, as_horovod: bool = False) -> dict[str, str]:
     """The ranks' environment. Only what the user gave is set, so that no default looks pinned."""
     environ = dict(os.environ)
     _put_first(environ, "PATH", os.path.dirname(sys.executable))
@@ -139,7 +139,12 @@ def _put_first(environ: dict[str, str], variable: str, folder: str) -> None:
     environ[variable] = os.pathsep.join(filter(None, (folder, environ.get(variable))))
 
 
-def _hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    """The hosts of `-H` or `--hostfile`; none given, none.
+
+    Raises:
+        LaunchError: both were given, or one cannot be read.
+    """
     if hosts is not None and hostfile is not None:
         raise LaunchError("give -H or --hostfile, not both")
     if hosts is not None:
