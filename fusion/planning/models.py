@@ -149,7 +149,11 @@ def workload(
         scale = backward_s / profiled.backward_s if profiled.backward_s else 0.0
     parameters = dict(_trainable(model.module))
     tensors = [
-        _tensor(name, parameters[name], min(ready * scale, profiled.backward_s * scale))
+        _tensor(
+            name,
+            parameters[name],
+            min(ready * scale, profiled.backward_s if backward_s is None else backward_s),
+        )
         for name, ready in profiled.ready_s.items()
     ]
     measured_forward = 0.0 if model.on_meta else profiled.forward_s
@@ -157,7 +161,7 @@ def workload(
         model.path,
         tensors,
         forward_s=measured_forward if forward_s is None else forward_s,
-        backward_s=profiled.backward_s * scale,
+        backward_s=profiled.backward_s if backward_s is None else backward_s,
     )
 
 

@@ -48,7 +48,11 @@ def test_a_spoiled_measurement_is_outvoted() -> None:
 
 
 def test_no_cost_is_negative() -> None:
-    slower_when_small = [Sample(1, 1, 1 << 10, 2e-3), Sample(1, 1, 1 << 14, 1e-3), Sample(1, 1, 1 << 20, 5e-3)]
+    slower_when_small = [
+        Sample(1, 1, 1 << 10, 2e-3),
+        Sample(1, 1, 1 << 14, 1e-3),
+        Sample(1, 1, 1 << 20, 5e-3),
+    ]
     found = fit(slower_when_small)
     assert min(found.wait_s, found.cycle_s, found.response_s, found.tensor_s, *found.slopes) >= 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def every_merging(count: int):
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
             ends = [0, *inner, count]
-            yield list(zip(ends, ends[1:], strict=False))
+            yield list(pairwise(ends))
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=10), SECONDS)

@@ -17,14 +17,18 @@ SLOPES = (BYTE_S,) * 4
 
 
 def curve(**changed: float) -> Curve:
-    return Curve(**{"wait_s": 0.0, "cycle_s": 0.0, "response_s": 0.0, "tensor_s": 0.0, "slopes": SLOPES, **changed})
+    return Curve(
+        **{"wait_s": 0.0, "cycle_s": 0.0, "response_s": 0.0, "tensor_s": 0.0, "slopes": SLOPES, **changed}
+    )
 
 
 def costs(found: Curve, nodes: tuple[int, ...] = (1, 1)) -> Costs:
     return Costs(nodes, "auto", MIB, found, found)
 
 
-def layers(number: int, *, nbytes: int = MIB, every_s: float = 0.01, backward_s: float | None = None) -> Workload:
+def layers(
+    number: int, *, nbytes: int = MIB, every_s: float = 0.01, backward_s: float | None = None
+) -> Workload:
     """One tensor every so often, the first after `every_s`."""
     tensors = [Tensor(f"t{n}", nbytes // 4, "float32", (n + 1) * every_s) for n in range(number)]
     return make("layers", tensors, backward_s=backward_s)
