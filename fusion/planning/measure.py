@@ -48,7 +48,8 @@ _SMALL, _LARGE = 1 << 10, 1 << 18
 """Bytes of a response in the experiments with computing beside."""
 _MOST_BUSY = 256
 _LEAST_COMPUTING_S = 0.03
-_TOGETHER_S = 1.5
+_TOGETHER_SHARE = 8
+"""The experiments with computing beside scatter most, so they take so many times longer."""
 _MOST_REPEATS = 9
 _FEW = 8
 _LAYERS = 64
@@ -110,7 +111,7 @@ class _Bench(Clock):
         self.options = options
         self._unit = unit
         self._units = max(1, round(_LEAST_COMPUTING_S / self.median(unit, _LEAST_COMPUTING_S)))
-        self.span_s = self.median(self.compute, 1.0)
+        self.span_s = self.median(self.compute, 4 * options.experiment_s)
 
     def compute(self) -> None:
         """A stretch of computing, of `span_s` if nothing else goes on."""
@@ -341,7 +342,12 @@ def _together(bench: _Bench, calls: Works, scope: str, nbytes: int) -> tuple[flo
     reduce()
     alone = bench.median(reduce, 0.0) / number
     slowdowns, stretches = [], []
-    repeats = max(_LEAST_CALLS, min(_MOST_REPEATS, int(_TOGETHER_S / (number * alone + bench.span_s))))
+    repeats = max(
+        _LEAST_CALLS,
+        min(
+            _MOST_REPEATS, int(_TOGETHER_SHARE * bench.options.experiment_s / (number * alone + bench.span_s))
+        ),
+    )
     for _ in range(repeats):
         time.sleep(_RESTING_S)
         bench.comm.Barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import yaml
 
 from fusion.config import load
 from fusion.planning.costs import Costs, Curve
-from tests.cli.support import fusion, needs_launcher
+from tests.cli.support import ROOT, fusion, needs_launcher
 
 CURVE = Curve(wait_s=1e-4, cycle_s=1e-4, response_s=3e-4, tensor_s=1e-6, slopes=(8e-9,) * 4)
 
@@ -101,7 +102,7 @@ def test_ranks_measure_a_module(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     done = fusion(
         *("plan", "planned_models:make", "-np", 2, "--experiment-s", 0.001, "--json", target),
-        PYTHONPATH_EXTRA="",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())
