@@ -52,7 +52,7 @@ _TOGETHER_SHARE = 8
 """The experiments with computing beside scatter most, so they take so many times longer."""
 _MOST_REPEATS = 9
 _FEW = 8
-_LAYERS = 64
+_FEW_LAYERS, _MANY_LAYERS = 16, 256
 _SQUARE = 384
 _MOST_STRETCH = 20.0
 _NARROW, _BROAD = 16, 1 << 14
@@ -277,16 +277,17 @@ def _completed(
     bench: _Bench, kind: Buckets, curve: Curve, late: tuple[float, float], busy: tuple[float, float]
 ) -> Curve:
     """A fitted curve with what the thread that trains adds, and what it and the runtime do to each other."""
-    small, settle = _hooked(bench, kind, _NARROW)
-    large, _ = _hooked(bench, kind, _BROAD)
-    nbytes = (_BROAD - _NARROW) * ITEM_SIZE[_TYPE]
-    # What is left of the settling after the one reduction in it.
-    reduction = curve.wait_s + curve.cycle_s + float(curve.response(_LAYERS * _NARROW * ITEM_SIZE[_TYPE], 1))
+    few = _hooked(bench, kind, _FEW_LAYERS, _NARROW)
+    many = _hooked(bench, kind, _MANY_LAYERS, _NARROW)
+    broad = _hooked(bench, kind, _FEW_LAYERS, _BROAD)
+    # Differences: what a pass and a settling cost whatever their size, and the reduction in it, drop out.
+    more = _MANY_LAYERS - _FEW_LAYERS
+    nbytes = _FEW_LAYERS * (_BROAD - _NARROW) * ITEM_SIZE[_TYPE]
     curve = msgspec.structs.replace(
         curve,
-        hook_s=max(0.0, small),
-        hook_s_per_byte=max(0.0, large - small) / nbytes if kind == "static" else 0.0,
-        settle_s=max(0.0, settle - reduction) / _LAYERS,
+        hook_s=max(0.0, many[0] - few[0]) / more,
+        hook_s_per_byte=max(0.0, broad[0] - few[0]) / nbytes if kind == "static" else 0.0,
+        settle_s=max(0.0, (many[1] - few[1]) / more - curve.tensor_s),
         compute_stretch=busy[0],
         latency_stretch=late[1],
         transfer_stretch=busy[1],
@@ -294,10 +295,11 @@ def _completed(
     return bench.comm.bcast(curve, root=0)
 
 
-def _hooked(bench: _Bench, kind: Buckets, width: int) -> tuple[float, float]:
-    """Seconds that hooks add for each gradient of `width` elements, and of the settling of all."""
-    plain, hooked = _Scales(width), _Scales(width)
-    named = [(f"plan.{kind}.{width}.{name}", parameter) for name, parameter in hooked.named_parameters()]
+def _hooked(bench: _Bench, kind: Buckets, layers: int, width: int) -> tuple[float, float]:
+    """Seconds that hooks add to a pass of layers of `width` parameters, and seconds of the settling."""
+    plain, hooked = _Scales(layers, width), _Scales(layers, width)
+    scope = f"plan.{kind}.{layers}.{width}"
+    named = [(f"{scope}.{name}", parameter) for name, parameter in hooked.named_parameters()]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(hooked.parameters(), lr=0.0), named_parameters=named, buckets=kind
     )
@@ -310,15 +312,15 @@ def _hooked(bench: _Bench, kind: Buckets, width: int) -> tuple[float, float]:
         time.sleep(_RESTING_S)  # What was submitted is done, so that settling has only its own work.
         times[2].append(bench.one(optimizer.synchronize))
     alone, together, settle = (median(bench.slowest(found)[_WARM_UP:]) for found in times)
-    return (together - alone) / _LAYERS, settle
+    return together - alone, settle
 
 
 class _Scales(nn.Module):
     """As many parameters as layers, and next to no arithmetic."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(_LAYERS)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(layers)])
 
     def forward(self) -> torch.Tensor:
         values = torch.ones(len(self.scales[0]))

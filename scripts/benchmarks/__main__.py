@@ -151,9 +151,8 @@ def plan_command(
         )
         report.show_rows(console, title, result["rows"])
     errors = [abs(row["error"]) for result in runs[0]["results"] for row in result["rows"]]
-    console.print(
-        f"largest error {max(errors):.0%}; {sum(error <= 0.2 for error in errors)} of {len(errors)} within 20 %"
-    )
+    within = sum(error <= 0.2 for error in errors)
+    console.print(f"largest error {max(errors):.0%}; {within} of {len(errors)} within 20 %")
     _write("plan", runs, out)
 
 
