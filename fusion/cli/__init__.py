@@ -1,4 +1,4 @@
-"""The `fusion` command: `run`, `tune`, `doctor` and `config show`.
+"""The `fusion` command: `run`, `tune`, `plan`, `doctor` and `config show`.
 
 Importing it, and showing the configuration, loads neither torch nor MPI.
 """

@@ -135,7 +135,7 @@ def job_of(
         np=ranks,
         words=tuple(words),
         verbatim=ctx.meta[_VERBATIM],
-        hosts=_hosts(hosts, hostfile),
+        hosts=chosen_hosts(hosts, hostfile),
         mpi_args=tuple(word for text in mpi_arg or () for word in shlex.split(text)),
         prefix=prefix,
     )
@@ -158,7 +158,7 @@ def start(launcher: Launcher, line: Sequence[str], job: Job, environ: Mapping[st
     return supervise(line, environ, relay=relay if launcher.family == "MPICH" and job.prefix else None)
 
 
-def environ_of(config: str | None, *, as_horovod: bool) -> dict[str, str]:
+def environ_of(config: str | None, *, as_horovod: bool = False) -> dict[str, str]:
     """The ranks' environment. Only what the user gave is set, so that no default looks pinned."""
     environ = dict(os.environ)
     _put_first(environ, "PATH", os.path.dirname(sys.executable))
@@ -174,7 +174,12 @@ def _put_first(environ: dict[str, str], variable: str, folder: str) -> None:
     environ[variable] = os.pathsep.join(filter(None, (folder, environ.get(variable))))
 
 
-def _hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+def chosen_hosts(hosts: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    """The hosts of `-H` or `--hostfile`; none given, none.
+
+    Raises:
+        LaunchError: both were given, or one cannot be read.
+    """
     if hosts is not None and hostfile is not None:
         raise LaunchError("give -H or --hostfile, not both")
     if hosts is not None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from scripts.benchmarks import launch, plots, protocol, report
+from scripts.benchmarks.plan_models import MODELS as PLANNED
 from scripts.benchmarks.shapes import DEFAULT_SETS, SETS
 
 app = typer.Typer(help="Measure the runtime beside its peers.", no_args_is_help=True)
@@ -151,6 +152,41 @@ def overlap(
             f"{result['work']}: max(compute, communication) {result['max_ms']:.0f} ms, "
             f"sum {result['sum_ms']:.0f} ms"
         )
+
+
+@app.command("plan")
+def plan_command(
+    *,
+    ranks: Ranks = 2,
+    only: Annotated[
+        list[str] | None, typer.Option("--model", help=f"Any of {', '.join(PLANNED)}; repeatable.")
+    ] = None,
+    buckets: Annotated[list[str] | None, typer.Option(help="dynamic, static; repeatable.")] = None,
+    threshold_mb: Annotated[list[float] | None, typer.Option(help="fusion_threshold_mb; repeatable.")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each setting.")] = 15,
+    gigabit: Annotated[bool, typer.Option(help="Limit the link to 1 Gbit/s.")] = True,
+    out: Out = FOLDER,
+    timeout: Timeout = 900,
+) -> None:
+    """Steps as `fusion plan` predicts them beside the same steps really run, over the link. Needs root."""
+    options = {
+        "models": only or list(PLANNED),
+        "buckets": buckets or ["dynamic", "static"],
+        "thresholds_mb": threshold_mb or [0.25, 1.0, 4.0, 16.0, 64.0],
+        "cycle_time_ms": 1.0,
+        "experiment_s": 0.2,
+        "steps": steps,
+    }
+    runs = [launch.on_two_hosts("plan", ranks, options, timeout, gigabit=gigabit)]
+    for result in runs[0]["results"]:
+        title = (
+            f"{result['work']}; compute {result['compute_ms']:.0f} ms, optimum {result['optimal_ms']:.0f} ms"
+        )
+        report.show_rows(console, title, result["rows"])
+    errors = [abs(row["error"]) for result in runs[0]["results"] for row in result["rows"]]
+    within = sum(error <= 0.2 for error in errors)
+    console.print(f"largest error {max(errors):.0%}; {within} of {len(errors)} within 20 %")
+    _write("plan", runs, out)
 
 
 @app.command()
