@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import msgspec
-import numpy as np
 
 from coordinator import pace
 from coordinator.doorbell import Doorbell
@@ -32,30 +31,25 @@ from coordinator.errors import (
     RuntimeBrokenError,
     ShutdownError,
 )
-from coordinator.executor import Entry, Executor
+from coordinator.executor import Entry, Executor, Work
 from coordinator.handle import Bell, Handle, complete_all
-from coordinator.messages import OpKind, ReduceOp, Request, Response
+from coordinator.messages import OpKind, Request, Response
 from coordinator.negotiation import Flag, Negotiator
-from coordinator.planner import fuse
+from coordinator.outcomes import departure_of, finished_of, refusal_of
+from coordinator.planner import PlanCache
 from coordinator.recorder import Recorder
-from coordinator.registry import Slots
-from coordinator.reports import Report, merge, rank_list
+from coordinator.reports import Report, merge
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
+from coordinator.under_way import LONGEST_NAP_S, UnderWay
 from coordinator.waiting import CHECK_EVERY_S, patience
 from coordinator.wire import Wire
 
 logger = logging.getLogger("fusion")
 
-_MOST_PLANS = 1024
-
 
 JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
 """What `join` submits; its result is the rank that joined last."""
-
-_ALONE = (OpKind.ALLREDUCE, OpKind.BARRIER)
-"""Kinds that ranks can run while others have joined. A broadcast would pass the joined ranks by,
-and a gathering would lack their rows: callers mean neither."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -107,8 +101,8 @@ class Coordinator:
         self.bell = Bell(self._table.urge)
         self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity, wire.ranks)
         self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s, wire.ranks)
-        self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
-        self._plans_version = 0
+        self._under_way = UnderWay(settings.stall_warning_s, settings.stall_shutdown_s)
+        self._plans = PlanCache(self._negotiator.registry, settings.fusion_threshold)
         self._leaving: str | None = None
         self._progressed_at = clock()
         self._ended = threading.Event()
@@ -155,6 +149,7 @@ class Coordinator:
             while self.end is None:
                 self._gather()
                 self._cycle()
+            self._drain()
             self._executor.close()
             self._wire.close()
         except BaseException as error:  # noqa: BLE001 - whatever it was, nobody may wait for this thread any more.
@@ -164,8 +159,10 @@ class Coordinator:
 
     def _gather(self) -> None:
         """Sleep until there is a reason to begin a cycle."""
+        entered = self._clock()
         while self._leaving is None:
             now = self._clock()
+            self._poll(now)
             nbytes, since, urged = self._table.fresh()
             if since is not None:
                 delay = pace.gathering_delay(
@@ -177,13 +174,27 @@ class Coordinator:
                     cycle_time_s=self._settings.cycle_time_s,
                 )
             elif self._negotiator.pending:
-                delay = pace.retry_delay(now - self._progressed_at)
+                delay = pace.retry_delay(now - self._progressed_at) - (now - entered)
             else:
-                delay = pace.heartbeat(now - self._progressed_at)
+                delay = pace.heartbeat(now - self._progressed_at) - (now - entered)
             if delay <= 0.0:
                 return
-            if not self._doorbell.wait(delay) and since is None:
+            nap = self._under_way.nap(now, delay)
+            if not self._doorbell.wait(nap) and since is None and nap >= delay:
                 return
+
+    def _poll(self, now: float) -> None:
+        """Complete what a device has finished."""
+        if self._under_way and self._under_way.poll(now):
+            self.bell.ring()
+
+    def _drain(self) -> None:
+        """Wait for what the device still works on, at the end of a runtime that has not failed."""
+        while self._under_way:
+            now = self._clock()
+            self._poll(now)
+            time.sleep(self._under_way.nap(now, LONGEST_NAP_S))
+            self._wire.check()
 
     def _cycle(self) -> None:
         start = self._clock()
@@ -231,7 +242,8 @@ class Coordinator:
         since = start
         while not self._wire.test():
             now = self._clock()
-            nap = patience(now - since, idle=not self._negotiator.pending)
+            self._poll(now)
+            nap = self._under_way.nap(now, patience(now - since, idle=not self._negotiator.pending))
             if not nap:
                 os.sched_yield()
             elif self._doorbell.wait(nap):
@@ -242,42 +254,32 @@ class Coordinator:
                 checked = now
 
     def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
-        responses, slots = self._plan(ready)
+        responses, slots = self._plans.get(ready)
         for response in responses:
             self._run_response(response, negotiated)
         self._negotiator.executed(slots)
         self._progressed_at = self._clock()
 
     def _run_response(self, response: Response, negotiated: float) -> None:
-        refusal = _refusal(response, self._negotiator.joined, self._wire)
+        refusal = refusal_of(response, self._negotiator.joined, self._wire.ranks)
         if refusal is not None:
             self._fail(self._present(response.names), refusal)
             return
         entries = self._entries(response)
         self._recorder.queued(response, entries, negotiated)
         try:
-            self._executor.execute(response, entries)
+            work = self._executor.execute(response, entries)
         except RankLeftError:
             raise
         except (FusionError, ValueError) as error:  # Every rank raised it alike; see `Executor`.
             self._fail(entries, error)
             return
         self._recorder.response(response)
-        self._complete(_finished(entries) if response.grouped else entries)
-
-    def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
-        """What to run for an agreed set, and the set once more."""
-        registry = self._negotiator.registry
-        if registry.version != self._plans_version:
-            self._plans.clear()
-            self._plans_version = registry.version
-        plan = self._plans.get(ready)
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            responses = fuse(map(registry.request, ready), self._settings.fusion_threshold)
-            plan = self._plans[ready] = responses, np.array(ready)
-        return plan
+        finished = finished_of(entries) if response.grouped else entries
+        if work is None:
+            self._complete(finished)
+        else:
+            self._launched(response.names, finished, work)
 
     def _present(self, names: Iterable[str]) -> list[Entry]:
         return [entry for entry in self._table.get_all(names) if entry is not None]
@@ -306,6 +308,12 @@ class Coordinator:
                 entry.convert()
         self.bell.ring()
 
+    def _launched(self, names: tuple[str, ...], entries: list[Entry], work: Work) -> None:
+        """A device has been given a response: names are free again, and outputs can be had in its order."""
+        self._table.remove([entry.request.name for entry in entries])
+        self._under_way.add(self._clock(), names, entries, work)
+        self.bell.ring()
+
     def _fail(self, entries: list[Entry], error: BaseException) -> None:
         self._table.remove([entry.request.name for entry in entries])
         for entry in entries:
@@ -319,7 +327,7 @@ class Coordinator:
         report = self._negotiator.report(self._table.ages(now), leaving)
         merged = self._wire.exchange(report, merge)
         if last:
-            self._end(_departure(merged, self._wire))
+            self._end(departure_of(merged, self._wire.rank, self._wire.ranks))
             return
         verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
@@ -364,38 +372,11 @@ class Coordinator:
             end.__cause__ = error
             logger.error("%s", end, exc_info=error)
         self._end(end)
-        if isinstance(error, RankLeftError):
-            return  # The others have been told by the rank that failed.
+        self._under_way.fail(end)
+        self.bell.ring()
         try:
-            self._wire.announce(str(end))
+            if not isinstance(error, RankLeftError):  # Of that the others know from the rank that failed.
+                self._wire.announce(str(end))
+            self._executor.abort()
         except Exception:
-            logger.exception("the other ranks could not be told that rank %d failed", me)
-
-
-def _finished(entries: list[Entry]) -> list[Entry]:
-    """Those of which this was the last part."""
-    finished = []
-    for entry in entries:
-        entry.executed += 1
-        if entry.executed == len(entry.request.shapes):
-            finished.append(entry)
-    return finished
-
-
-def _refusal(response: Response, joined: int, wire: Wire) -> FusionError | None:
-    """Why ranks cannot run a response while others have joined; None if they can."""
-    if not joined:
-        return None
-    request = response.first
-    who = rank_list(joined, wire.ranks)
-    if request.kind not in _ALONE or request.op == ReduceOp.ADASUM or request.region is not None:
-        what = "adasum" if request.op == ReduceOp.ADASUM else request.kind.name.lower()
-        return FusionError(f"'{request.name}': {what} cannot run after {who} called join()")
-    return None
-
-
-def _departure(merged: Report, wire: Wire) -> FusionError:
-    if wire.rank in merged.leaving:
-        return ShutdownError(f"this rank has left the job: {merged.leaving[wire.rank]}")
-    who = "; ".join(f"rank {wire.ranks[other]}: {reason}" for other, reason in sorted(merged.leaving.items()))
-    return RankLeftError(f"a rank has left the job, so this operation cannot complete ({who})")
+            logger.exception("the failure of rank %d could not be seen to its end", me)

@@ -147,6 +147,8 @@ class _NoData:
 
     def close(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 def _steady(count: int) -> dict[str, Any]:
     """Turns of a real coordinator whose data plane and wire cost nothing, driven by hand on this thread."""

@@ -94,6 +94,7 @@ class SummingExecutor:
         self.ran: list[Response] = []
         self.fail_on: str | None = None
         self.closed = False
+        self.aborted = False
 
     def execute(self, response: Response, entries: Sequence[Entry]) -> None:
         if any(part.request.name == self.fail_on for part in response.parts):
@@ -114,6 +115,9 @@ class SummingExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
 
 
 class Ranks:
