@@ -20,11 +20,14 @@ from coordinator.messages import Request
 from coordinator.recorder import Recorder
 from coordinator.waiting import Waiter
 from fusion.config import Config
+from fusion.devices import Devices
 from fusion.executor import CpuExecutor
 from fusion.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from fusion.cuda.device import Mark
 
 _MIB = 1 << 20
 
@@ -43,6 +46,7 @@ class Group:
         number: of the set.
         ranks: its members, as ranks of the world, in the order of `comm`.
         topology: of the members.
+        devices: where tensors may be.
         add: what `submit` does with an entry, for a caller that makes its own.
         bell: of the handles.
     """
@@ -63,9 +67,11 @@ class Group:
         self.ranks = tuple(ranks)
         self.topology = Topology.create(comm)
         wire = MpiWire(comm, self.ranks)
-        executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config)
+        waiter = Waiter(wire.check)
+        host = CpuExecutor(self.topology, waiter, recorder, config)
+        self.devices = Devices(host, self.topology, waiter, recorder, config)
         self.coordinator = Coordinator(
-            wire, wrap(executor), _settings(config), recorder, name=f"fusion-cycle-{number}"
+            wire, wrap(self.devices), _settings(config), recorder, name=f"fusion-cycle-{number}"
         )
         self.add, self.bell = self.coordinator.submit, self.coordinator.bell
         self._names = _Names(self.coordinator.in_flight)
@@ -82,15 +88,23 @@ class Group:
         *,
         extra: Any = None,
         unpack: Callable[[list[Any]], Any] | None = None,
+        ready: Sequence[Mark] = (),
     ) -> Handle:
         """Queue an operation; see `coordinator.executor.Entry` for the arguments.
 
+        Tensors on a device are read after what the calling thread's current stream has been
+        given so far, and after the marks in `ready`.
+
         Raises:
+            ValueError: the tensors are on another device than this rank's.
             DuplicateNameError: the name is in flight on this rank.
             FusionError: the runtime has ended; says why.
         """
         handle = Handle(request.name, self.bell)
-        self.add(Entry(request, inputs, outputs, handle, time.monotonic(), extra, unpack))
+        entry = Entry(request, inputs, outputs, handle, time.monotonic(), extra, unpack)
+        if request.device != "cpu":
+            entry.ready = (*ready, *self.devices.mark(inputs, request.name))
+        self.add(entry)
         return handle
 
     def unnamed(self, kind: str, *, blocking: bool) -> str:

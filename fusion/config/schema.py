@@ -71,6 +71,17 @@ class Config(Struct, frozen=True, kw_only=True):
             extra={"unit": "KiB"},
         ),
     ] = 60
+    gpu: Annotated[
+        Literal["auto", "nccl", "hierarchical", "host"],
+        Meta(
+            description="How ranks reduce tensors on GPUs: NCCL everywhere, NCCL in a node and MPI between, "
+            "or through host memory."
+        ),
+    ] = "auto"
+    gpu_sums: Annotated[
+        Literal["float32", "native"],
+        Meta(description="The type in which 16-bit floats are summed on GPUs."),
+    ] = "float32"
     stall_warning_s: Annotated[
         float,
         Meta(

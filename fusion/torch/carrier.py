@@ -40,8 +40,9 @@ class Wire(msgspec.Struct, frozen=True):
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
         region: Region | None = None,
+        device: str = "cpu",
     ) -> Request:
-        """The request to reduce tensors of these dtypes and shapes."""
+        """The request to reduce tensors of these dtypes and shapes, on this kind of device."""
         return Request(
             name,
             OpKind.ALLREDUCE,
@@ -50,6 +51,7 @@ class Wire(msgspec.Struct, frozen=True):
             op=self.op,
             prescale=self.prescale,
             postscale=self.postscale,
+            device=device,
             region=region,
         )
 
