@@ -159,10 +159,11 @@ class Coordinator:
 
     def _gather(self) -> None:
         """Sleep until there is a reason to begin a cycle."""
-        entered = self._clock()
+        entered, working = self._clock(), self._under_way.works
         while self._leaving is None:
             now = self._clock()
-            self._poll(now)
+            if working:
+                self._poll(now)
             nbytes, since, urged = self._table.fresh()
             if since is not None:
                 delay = pace.gathering_delay(
@@ -179,13 +180,13 @@ class Coordinator:
                 delay = pace.heartbeat(now - self._progressed_at) - (now - entered)
             if delay <= 0.0:
                 return
-            nap = self._under_way.nap(now, delay)
+            nap = self._under_way.nap(now, delay) if working else delay
             if not self._doorbell.wait(nap) and since is None and nap >= delay:
                 return
 
     def _poll(self, now: float) -> None:
         """Complete what a device has finished."""
-        if self._under_way and self._under_way.poll(now):
+        if self._under_way.poll(now):
             self.bell.ring()
 
     def _drain(self) -> None:
@@ -240,10 +241,13 @@ class Coordinator:
         """Poll the cycle's all-reduce; a submission in between makes the polling keen again."""
         checked = start
         since = start
+        working = self._under_way.works
         while not self._wire.test():
             now = self._clock()
-            self._poll(now)
-            nap = self._under_way.nap(now, patience(now - since, idle=not self._negotiator.pending))
+            nap = patience(now - since, idle=not self._negotiator.pending)
+            if working:
+                self._poll(now)
+                nap = self._under_way.nap(now, nap)
             if not nap:
                 os.sched_yield()
             elif self._doorbell.wait(nap):

@@ -26,22 +26,25 @@ class UnderWay:
     Args:
         warning_s: age of an operation that is warned about; 0 for never.
         shutdown_s: age of an operation with which the runtime ends; 0 for never.
+
+    Attributes:
+        works: what is under way; for others to see whether there is anything, which costs no call.
     """
 
     def __init__(self, warning_s: float, shutdown_s: float) -> None:
         self._warning_s = warning_s
         self._shutdown_s = shutdown_s
-        self._works: deque[tuple[float, tuple[str, ...], list[Entry], Work]] = deque()
+        self.works: deque[tuple[float, tuple[str, ...], list[Entry], Work]] = deque()
         self._warned = False
 
     def __len__(self) -> int:
-        return len(self._works)
+        return len(self.works)
 
     def add(self, now: float, names: tuple[str, ...], entries: list[Entry], work: Work) -> None:
         """Take charge of a launched response; `entries` complete with it."""
         for entry in entries:
             entry.launched(work)
-        self._works.append((now, names, entries, work))
+        self.works.append((now, names, entries, work))
 
     def poll(self, now: float) -> bool:
         """Complete what is done; says whether anything was.
@@ -50,7 +53,7 @@ class UnderWay:
             StallError: the oldest is older than `shutdown_s`.
             Exception: what the device says went wrong.
         """
-        works, any_done = self._works, False
+        works, any_done = self.works, False
         while works and works[0][3].done():
             for entry in works.popleft()[2]:
                 entry.complete()
@@ -61,14 +64,14 @@ class UnderWay:
 
     def nap(self, now: float, most: float) -> float:
         """Seconds to sleep before the next poll, at most `most`."""
-        if not self._works:
+        if not self.works:
             return most
-        return min(most, max(SHORTEST_NAP_S, min((now - self._works[-1][0]) * _SHARE, LONGEST_NAP_S)))
+        return min(most, max(SHORTEST_NAP_S, min((now - self.works[-1][0]) * _SHARE, LONGEST_NAP_S)))
 
     def fail(self, error: BaseException) -> None:
         """The runtime has ended with an error: nothing is waited for any more."""
-        while self._works:
-            _, _, entries, work = self._works.popleft()
+        while self.works:
+            _, _, entries, work = self.works.popleft()
             for entry in entries:
                 entry.handle.set_exception(error)
             work.abandon()
