@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import msgspec
-import numpy as np
 
 from coordinator import pace
 from coordinator.doorbell import Doorbell
@@ -32,40 +31,27 @@ from coordinator.errors import (
     RuntimeBrokenError,
     ShutdownError,
 )
-from coordinator.executor import Entry, Executor, last_parts
+from coordinator.executor import Entry, Executor, Work, last_parts
 from coordinator.handle import Bell, Handle, complete_all
 from coordinator.messages import OpKind, Request, Response
 from coordinator.negotiation import Flag, Negotiator
-from coordinator.planner import fuse
+from coordinator.planner import PlanCache
 from coordinator.recorder import Recorder
 from coordinator.refusal import departure, refusal
-from coordinator.registry import Slots
 from coordinator.reports import Report, merge
+from coordinator.settings import Settings
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
 from coordinator.tuning import Knobs, Tuning
+from coordinator.under_way import LONGEST_NAP_S, UnderWay
 from coordinator.waiting import CHECK_EVERY_S, patience
 from coordinator.wire import Wire
 
 logger = logging.getLogger("fusion")
 
-_MOST_PLANS = 1024
-
 
 JOIN = Request("join", OpKind.JOIN, ("int64",), ((),))
 """What `join` submits; its result is the rank that joined last."""
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """What the coordinator needs to know; the same on every rank, but for the stall times."""
-
-    fusion_threshold: int
-    """Bytes of a fused response."""
-    cycle_time_s: float
-    cache_capacity: int
-    """Requests that stay registered."""
-    stall_warning_s: float
-    stall_shutdown_s: float
 
 
 class Coordinator:
@@ -108,8 +94,8 @@ class Coordinator:
         self.bell = Bell(self._table.urge)
         self._negotiator = Negotiator(wire.rank, wire.size, settings.cache_capacity, wire.ranks)
         self._stall = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s, wire.ranks)
-        self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
-        self._plans_version = 0
+        self._under_way = UnderWay(settings.stall_warning_s, settings.stall_shutdown_s)
+        self._plans = PlanCache(self._negotiator.registry, settings.fusion_threshold)
         self._leaving: str | None = None
         self._progressed_at = clock()
         self._ended = threading.Event()
@@ -156,6 +142,7 @@ class Coordinator:
             while self.end is None:
                 self._gather()
                 self._cycle()
+            self._drain()
             self._executor.close()
             self._wire.close()
         except BaseException as error:  # noqa: BLE001 - whatever it was, nobody may wait for this thread any more.
@@ -167,8 +154,11 @@ class Coordinator:
 
     def _gather(self) -> None:
         """Sleep until there is a reason to begin a cycle."""
+        entered, working = self._clock(), self._under_way.works
         while self._leaving is None:
             now = self._clock()
+            if working:
+                self._poll(now)
             nbytes, since, urged = self._table.fresh()
             if since is not None:
                 delay = pace.gathering_delay(
@@ -180,13 +170,27 @@ class Coordinator:
                     cycle_time_s=self._settings.cycle_time_s,
                 )
             elif self._negotiator.pending:
-                delay = pace.retry_delay(now - self._progressed_at)
+                delay = pace.retry_delay(now - self._progressed_at) - (now - entered)
             else:
-                delay = pace.heartbeat(now - self._progressed_at)
+                delay = pace.heartbeat(now - self._progressed_at) - (now - entered)
             if delay <= 0.0:
                 return
-            if not self._doorbell.wait(delay) and since is None:
+            nap = self._under_way.nap(now, delay) if working else delay
+            if not self._doorbell.wait(nap) and since is None and nap >= delay:
                 return
+
+    def _poll(self, now: float) -> None:
+        """Complete what a device has finished."""
+        if self._under_way.poll(now):
+            self.bell.ring()
+
+    def _drain(self) -> None:
+        """Wait for what the device still works on, at the end of a runtime that has not failed."""
+        while self._under_way:
+            now = self._clock()
+            self._poll(now)
+            time.sleep(self._under_way.nap(now, LONGEST_NAP_S))
+            self._wire.check()
 
     def _cycle(self) -> None:
         start = self._clock()
@@ -234,9 +238,13 @@ class Coordinator:
         """Poll the cycle's all-reduce; a submission in between makes the polling keen again."""
         checked = start
         since = start
+        working = self._under_way.works
         while not self._wire.test():
             now = self._clock()
             nap = patience(now - since, idle=not self._negotiator.pending)
+            if working:
+                self._poll(now)
+                nap = self._under_way.nap(now, nap)
             if not nap:
                 os.sched_yield()
             elif self._doorbell.wait(nap):
@@ -247,7 +255,7 @@ class Coordinator:
                 checked = now
 
     def _execute(self, ready: tuple[int, ...], negotiated: float) -> None:
-        responses, slots = self._plan(ready)
+        responses, slots = self._plans.get(ready)
         for response in responses:
             self._run_response(response, negotiated)
         self._negotiator.executed(slots)
@@ -263,28 +271,18 @@ class Coordinator:
         entries = self._entries(response)
         self._recorder.queued(response, entries, negotiated)
         try:
-            self._executor.execute(response, entries)
+            work = self._executor.execute(response, entries)
         except RankLeftError:
             raise
         except (FusionError, ValueError) as error:  # Every rank raised it alike; see `Executor`.
             self._fail(entries, error)
             return
         self._recorder.response(response)
-        self._complete(last_parts(entries) if response.grouped else entries)
-
-    def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
-        """What to run for an agreed set, and the set once more."""
-        registry = self._negotiator.registry
-        if registry.version != self._plans_version:
-            self._plans.clear()
-            self._plans_version = registry.version
-        plan = self._plans.get(ready)
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            responses = fuse(map(registry.request, ready), self._settings.fusion_threshold)
-            plan = self._plans[ready] = responses, np.array(ready)
-        return plan
+        finished = last_parts(entries) if response.grouped else entries
+        if work is None:
+            self._complete(finished)
+        else:
+            self._launched(response.names, finished, work)
 
     def _present(self, names: Iterable[str]) -> list[Entry]:
         return [entry for entry in self._table.get_all(names) if entry is not None]
@@ -311,6 +309,12 @@ class Coordinator:
         if len(plain) < len(entries):
             for entry in entries:
                 entry.convert()
+        self.bell.ring()
+
+    def _launched(self, names: tuple[str, ...], entries: list[Entry], work: Work) -> None:
+        """A device has been given a response: names are free again, and outputs can be had in its order."""
+        self._table.remove([entry.request.name for entry in entries])
+        self._under_way.add(self._clock(), names, entries, work)
         self.bell.ring()
 
     def _fail(self, entries: list[Entry], error: BaseException) -> None:
@@ -353,7 +357,7 @@ class Coordinator:
             self._settings, fusion_threshold=knobs.fusion_threshold, cycle_time_s=knobs.cycle_time_s
         )
         self._table.full = knobs.fusion_threshold
-        self._plans.clear()
+        self._plans = PlanCache(self._negotiator.registry, knobs.fusion_threshold)
 
     def _joined(self, last: int) -> None:
         """All ranks have joined: each one's `join` returns the last of them."""
@@ -385,9 +389,11 @@ class Coordinator:
             end.__cause__ = error
             logger.error("%s", end, exc_info=error)
         self._end(end)
-        if isinstance(error, RankLeftError):
-            return  # The others have been told by the rank that failed.
+        self._under_way.fail(end)
+        self.bell.ring()
         try:
-            self._wire.announce(str(end))
+            if not isinstance(error, RankLeftError):  # Of that the others know from the rank that failed.
+                self._wire.announce(str(end))
+            self._executor.abort()
         except Exception:
-            logger.exception("the other ranks could not be told that rank %d failed", me)
+            logger.exception("the failure of rank %d could not be seen to its end", me)

@@ -30,6 +30,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         extra: what a collective needs beside (the splits of an all-to-all).
         unpack: turns the list of outputs into what the handle returns; None for the first output.
         executed: how many parts have been executed.
+        ready: what must have happened before the inputs may be read; the executor knows what it is.
     """
 
     request: Request
@@ -40,6 +41,23 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     extra: Any = None
     unpack: Callable[[list[Any]], Any] | None = None
     executed: int = 0
+    ready: Any = None
+
+    def launched(self, work: Work) -> None:
+        """Let a caller that waits for the output have it before it is complete."""
+
+        def early() -> Any:
+            work.join()
+            return self.outputs[0] if self.unpack is None else self.unpack(self.outputs)
+
+        self.handle.set_early(early)
+
+    def complete(self) -> None:
+        """Complete the handle with the output."""
+        if self.unpack is None:
+            self.handle.set_result(self.outputs[0])
+        else:
+            self.convert()
 
     def convert(self) -> None:
         """Complete the handle with what `unpack` makes of the outputs, if that is asked for."""
@@ -63,15 +81,33 @@ def last_parts(entries: list[Entry]) -> list[Entry]:
     return finished
 
 
+class Work(Protocol):
+    """A response that a device has been given and may not have finished."""
+
+    def join(self) -> None:
+        """On any thread: what the caller gives to the device from now on comes after it."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the outputs are complete; asked until it is true. Raises what went wrong,
+        which is taken as the end of the runtime."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody asks any more: let go of the tensors as soon as the device permits."""
+        ...
+
+
 class Executor(Protocol):
     """Runs agreed responses. `fusion/` implements it."""
 
-    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
+    def execute(self, response: Response, entries: Sequence[Entry]) -> Work | None:
         """Run one response: read `entries[i].inputs[part.index]` and write
         `entries[i].outputs[part.index]` for each `part = response.parts[i]`.
 
-        `entries[i]` belongs to `response.parts[i]`. Returns when all outputs are
-        complete on this rank. An error that every rank raises alike for this
+        `entries[i]` belongs to `response.parts[i]`. Returns None when all outputs are
+        complete on this rank, or what is still under way on a device, which completes
+        such responses in the order in which it was given them. An error that every rank raises alike for this
         response (`FusionError` or `ValueError`, before any data moved) fails
         only its entries; any other exception is taken as the end of the runtime.
         """
@@ -83,5 +119,9 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back buffers. Collective: every rank calls it at the same point."""
+        """Give back buffers. Collective: every rank calls it at the same point, with nothing under way."""
+        ...
+
+    def abort(self) -> None:
+        """The runtime has failed: free what devices wait for. Not collective; `close` is not called."""
         ...

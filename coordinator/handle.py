@@ -69,6 +69,8 @@ class Handle(msgspec.Struct, eq=False, gc=False):
     _result: Any = _PENDING
     _error: BaseException | None = None
     _callbacks: list[Callable[[Handle], None]] | None = None
+    _early: Callable[[], Any] | None = None
+    """Gives the output while a device still works on it."""
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._error else "done"
@@ -93,12 +95,18 @@ class Handle(msgspec.Struct, eq=False, gc=False):
     def result(self, timeout: float | None = None) -> Any:
         """The output, waiting for it at most `timeout` seconds.
 
+        Of tensors on a GPU the output is there when the GPU has been given the work: what this
+        thread's current stream is given afterwards sees it complete. `done()` says whether it is.
+
         Raises:
             TimeoutError: it is not there yet; the operation goes on.
             FusionError: the operation failed; the message says why.
         """
         if self._result is _PENDING:
             self._wait(timeout)
+            early = self._early
+            if early is not None and self._result is _PENDING:
+                return early()
         if self._error is not None:
             raise self._error.with_traceback(None)  # Many handles share it: no frames.
         return self._result
@@ -124,8 +132,14 @@ class Handle(msgspec.Struct, eq=False, gc=False):
     def set_result(self, result: Any) -> None:
         """Complete with an output. For the runtime; the caller then rings the bell."""
         self._result = result
+        self._early = None
         if self._callbacks is not None:
             self._call_back()
+
+    def set_early(self, early: Callable[[], Any]) -> None:
+        """Let waiters have what `early` returns, on their own threads, before the handle is done.
+        For the runtime; the caller then rings the bell."""
+        self._early = early
 
     def set_exception(self, error: BaseException) -> None:
         """Complete with an error. For the runtime; the caller then rings the bell."""
@@ -133,8 +147,11 @@ class Handle(msgspec.Struct, eq=False, gc=False):
         self.set_result(_FAILED)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._bell.wait_until(self.done, timeout):
+        if not self._bell.wait_until(self._at_hand, timeout):
             raise TimeoutError(f"'{self.name}' is not complete after {timeout} s; it is still pending")
+
+    def _at_hand(self) -> bool:
+        return self._result is not _PENDING or self._early is not None
 
     def _call_back(self) -> None:
         """Call what was added so far; a callback added meanwhile is called once, here or by who added it."""

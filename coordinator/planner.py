@@ -1,4 +1,4 @@
-"""Which ready tensors share a fusion buffer: a pure function of the agreed set.
+"""Which ready tensors share a fusion buffer: a pure function of the agreed set, and what was found kept.
 
 Every rank calls `fuse` with the same requests in the same order, so every rank
 gets the same responses.
@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
+from coordinator.registry import Registry, Slots
+
+_MOST_PLANS = 1024
 
 
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
@@ -38,6 +43,34 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
                 filling[key] = bucket
             bucket.add(part)
     return tuple(bucket.response() for bucket in buckets)
+
+
+class PlanCache:
+    """The responses for agreed sets of slots that were met before. Cycle thread only.
+
+    Args:
+        registry: says which requests the slots are.
+        threshold: bytes of a fusion buffer.
+    """
+
+    def __init__(self, registry: Registry, threshold: int) -> None:
+        self._registry = registry
+        self._threshold = threshold
+        self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
+        self._version = 0
+
+    def get(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
+        """What to run for an agreed set, and the set once more."""
+        if self._registry.version != self._version:
+            self._plans.clear()
+            self._version = self._registry.version
+        plan = self._plans.get(ready)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            responses = fuse(map(self._registry.request, ready), self._threshold)
+            plan = self._plans[ready] = responses, np.array(ready)
+        return plan
 
 
 class _Bucket:

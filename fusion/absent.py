@@ -15,17 +15,21 @@ from coordinator.messages import ANY, OpKind, ReduceOp, Request
 from fusion.dtypes import to_torch
 
 
-def absent_entry(request: Request, handle: Handle, size: int) -> Entry:
+def absent_entry(request: Request, handle: Handle, size: int, device: torch.device | None = None) -> Entry:
     """An entry with neutral inputs and outputs that nobody reads.
 
     Args:
         request: what the other ranks run.
         handle: nobody waits for it.
         size: how many ranks take part.
+        device: where the tensors of the others are; default host memory.
     """
     inputs = [
         torch.full(
-            [0 if dim == ANY else dim for dim in shape], neutral(request, dtype), dtype=to_torch(dtype)
+            [0 if dim == ANY else dim for dim in shape],
+            neutral(request, dtype),
+            dtype=to_torch(dtype),
+            device=device,
         )
         for shape, dtype in zip(request.shapes, request.dtypes, strict=True)
     ]

@@ -177,6 +177,9 @@ class CpuExecutor:
         self._collectives.clear()
         self._topology.close()
 
+    def abort(self) -> None:
+        """Do nothing: no device waits for other ranks. Memory goes with the process."""
+
     def _build(self) -> dict[Algorithm, Collective]:
         means = self._means
         collectives: dict[Algorithm, Collective] = {

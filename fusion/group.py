@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coordinator.coordinator import Coordinator, Settings
+from coordinator.coordinator import Coordinator
 from coordinator.executor import Entry, Executor
 from coordinator.handle import Handle
 from coordinator.messages import Request
 from coordinator.recorder import Recorder
+from coordinator.settings import Settings
 from coordinator.tuning import Tuning
 from coordinator.waiting import Waiter
 from fusion.config import Config
+from fusion.devices import Devices
 from fusion.executor import CpuExecutor
 from fusion.topology import Topology
 from fusion.tuning.tuner import Prepared
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from fusion.cuda.device import Mark
 
 _MIB = 1 << 20
 
@@ -47,6 +51,7 @@ class Group:
         ranks: its members, as ranks of the world, in the order of `comm`.
         topology: of the members.
         executor: of the set, without what `wrap` added.
+        devices: where tensors may be.
         add: what `submit` does with an entry, for a caller that makes its own.
         bell: of the handles.
     """
@@ -70,10 +75,12 @@ class Group:
         wire = MpiWire(comm, self.ranks)
         prepared = tune(self.topology) if tune is not None else None
         room = prepared.space if prepared is not None else None
-        self.executor = CpuExecutor(self.topology, Waiter(wire.check), recorder, config, room)
+        waiter = Waiter(wire.check)
+        self.executor = CpuExecutor(self.topology, waiter, recorder, config, room)
+        self.devices = Devices(self.executor, self.topology, waiter, recorder, config)
         self.coordinator = Coordinator(
             wire,
-            wrap(self.executor),
+            wrap(self.devices),
             _settings(config),
             recorder,
             tuning=Tuning(self.executor.retune, prepared.tuner) if prepared is not None else None,
@@ -94,15 +101,23 @@ class Group:
         *,
         extra: Any = None,
         unpack: Callable[[list[Any]], Any] | None = None,
+        ready: Sequence[Mark] = (),
     ) -> Handle:
         """Queue an operation; see `coordinator.executor.Entry` for the arguments.
 
+        Tensors on a device are read after what the calling thread's current stream has been
+        given so far, and after the marks in `ready`.
+
         Raises:
+            ValueError: the tensors are on another device than this rank's.
             DuplicateNameError: the name is in flight on this rank.
             FusionError: the runtime has ended; says why.
         """
         handle = Handle(request.name, self.bell)
-        self.add(Entry(request, inputs, outputs, handle, time.monotonic(), extra, unpack))
+        entry = Entry(request, inputs, outputs, handle, time.monotonic(), extra, unpack)
+        if request.device != "cpu":
+            entry.ready = (*ready, *self.devices.mark(inputs, request.name))
+        self.add(entry)
         return handle
 
     def unnamed(self, kind: str, *, blocking: bool) -> str:

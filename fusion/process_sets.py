@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.executor import Entry, Executor
+from coordinator.executor import Entry, Executor, Work
 from coordinator.handle import Handle
 from coordinator.messages import OpKind, Request, Response
 from coordinator.recorder import Recorder
@@ -103,18 +103,22 @@ class _WithProcessSets:
         self._make = make
         self._drop = drop
 
-    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
+    def execute(self, response: Response, entries: Sequence[Entry]) -> Work | None:
         request = response.first
         if request.kind != OpKind.PROCESS_SET:
-            self._executor.execute(response, entries)
-        elif request.root_rank >= 0:
+            return self._executor.execute(response, entries)
+        if request.root_rank >= 0:
             self._drop(request.root_rank)
             entries[0].outputs[0] = request.root_rank
         else:
             entries[0].outputs[0] = self._make(request.shapes[0])
+        return None
 
     def absent(self, request: Request, handle: Handle) -> Entry:
         return self._executor.absent(request, handle)
 
     def close(self) -> None:
         self._executor.close()
+
+    def abort(self) -> None:
+        self._executor.abort()

@@ -264,6 +264,15 @@ def check_nccl(findings: Findings) -> Check:
     return Check("NCCL", "missing", found, _gpu_only(findings, "pip install nvidia-nccl-cu12"))
 
 
+def check_nvrtc(findings: Findings) -> Check:
+    """NVRTC, which compiles the kernels that pack and unpack."""
+    if version := findings.cupy.get("nvrtc"):
+        return Check("NVRTC", "ok", f"{version}, in CuPy")
+    advice = _gpu_only(findings, "pip install nvidia-cuda-nvrtc-cu12, or that of your CUDA version")
+    found = findings.cupy.get("nvrtc_error") or ("not found" if "version" in findings.cupy else "no CuPy")
+    return Check("NVRTC", "missing", found.splitlines()[0], advice)
+
+
 def _gpu_only(findings: Findings, advice: str) -> str:
     has_gpus = bool(findings.torch.get("gpus")) or findings.driver_gpus
     return advice if has_gpus else f"nothing, for jobs on CPUs; with GPUs: {advice}"
@@ -315,6 +324,7 @@ CHECKS: tuple[Callable[[Findings], Check], ...] = (
     check_ulfm,
     check_gpus,
     check_cupy,
+    check_nvrtc,
     check_nccl,
 )
 

@@ -72,11 +72,15 @@ def cupy() -> dict[str, Any]:
     """CuPy, the GPUs it sees and its NCCL."""
     import cupy as library
 
-    found: dict[str, Any] = {"version": library.__version__, "gpus": 0, "nccl": None}
+    found: dict[str, Any] = {"version": library.__version__, "gpus": 0, "nccl": None, "nvrtc": None}
     try:
         found["gpus"] = library.cuda.runtime.getDeviceCount()
     except library.cuda.runtime.CUDARuntimeError as error:
         found["error"] = str(error)
+    try:
+        found["nvrtc"] = ".".join(map(str, library.cuda.nvrtc.getVersion()))
+    except (ImportError, RuntimeError) as error:
+        found["nvrtc_error"] = str(error)
     try:
         from cupy.cuda import nccl
 

@@ -39,8 +39,8 @@ class Alltoall:
         source = job.only_input()
         world = self._means.world
         with self._means.phase("reduce", (job.name,), source.nbytes):
-            matrix = world.all_gather_ints(_splits(job.entries[0].extra, source.shape[0], world.size))
-            _check(job.name, matrix)
+            matrix = world.all_gather_ints(splits_of(job.entries[0].extra, source.shape[0], world.size))
+            check_splits(job.name, matrix)
             received = matrix[:, world.rank]
             output = torch.empty((int(received.sum()), *source.shape[1:]), dtype=source.dtype)
             row_bytes = prod(source.shape[1:]) * source.element_size()
@@ -55,8 +55,8 @@ class Alltoall:
 
     def _through_memory(self, source: torch.Tensor, output: torch.Tensor, counts: Ints) -> None:
         node = self._means.node
-        wanted = [_bounds(row)[node.rank] for row in counts]
-        places = _bounds(counts[:, node.rank])
+        wanted = [bounds(row)[node.rank] for row in counts]
+        places = bounds(counts[:, node.rank])
         for at in range(0, int(counts.sum(axis=1).max()), node.chunk_bytes):
             parity = node.flip()
             mine = source[at : at + node.chunk_bytes]
@@ -71,8 +71,8 @@ class Alltoall:
 
     def _by_messages(self, source: torch.Tensor, output: torch.Tensor, counts: Ints) -> None:
         world = self._means.world
-        outgoing = _bounds(counts[world.rank])
-        incoming = _bounds(counts[:, world.rank])
+        outgoing = bounds(counts[world.rank])
+        incoming = bounds(counts[:, world.rank])
         requests = []
         for distance in range(1, world.size):
             left, right = (world.rank - distance) % world.size, (world.rank + distance) % world.size
@@ -88,7 +88,7 @@ class Alltoall:
         return ranges(lo, hi, max(self._means.segment_bytes, (hi - lo) // _MOST_SEGMENTS + 1))
 
 
-def _splits(extra: Sequence[int] | torch.Tensor | None, rows: int, size: int) -> list[int]:
+def splits_of(extra: Sequence[int] | torch.Tensor | None, rows: int, size: int) -> list[int]:
     """The rows for each rank, or BAD for each if they do not add up to `rows`."""
     if extra is None:
         return [rows // size] * size if rows % size == 0 else [BAD] * size
@@ -97,7 +97,8 @@ def _splits(extra: Sequence[int] | torch.Tensor | None, rows: int, size: int) ->
     return splits if fits else [BAD] * size
 
 
-def _check(name: str, matrix: Ints) -> None:
+def check_splits(name: str, matrix: Ints) -> None:
+    """Refuse an all-to-all for which some rank gave splits that do not fit."""
     bad = [rank for rank, row in enumerate(matrix) if row[0] == BAD]
     if bad:
         raise ValueError(
@@ -107,6 +108,7 @@ def _check(name: str, matrix: Ints) -> None:
         )
 
 
-def _bounds(counts: Ints) -> list[tuple[int, int]]:
+def bounds(counts: Ints | Sequence[int]) -> list[tuple[int, int]]:
+    """Where each of some parts begins and ends that lie one after the other."""
     ends = list(accumulate(int(count) for count in counts))
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -126,6 +126,17 @@ class Config(Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="CSV file with a line for every sample of tuning; null for none."),
     ] = None
+    gpu: Annotated[
+        Literal["auto", "nccl", "hierarchical", "host"],
+        Meta(
+            description="How ranks reduce tensors on GPUs: NCCL everywhere, NCCL in a node and MPI between, "
+            "or through host memory."
+        ),
+    ] = "auto"
+    gpu_sums: Annotated[
+        Literal["float32", "native"],
+        Meta(description="The type in which 16-bit floats are summed on GPUs."),
+    ] = "float32"
     stall_warning_s: Annotated[
         float,
         Meta(

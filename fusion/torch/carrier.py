@@ -42,11 +42,12 @@ class Wire(msgspec.Struct, frozen=True):
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
         region: Region | None = None,
+        device: str = "cpu",
         *,
         codec: str = "none",
         terms: str = "",
     ) -> Request:
-        """The request to reduce tensors of these dtypes and shapes."""
+        """The request to reduce tensors of these dtypes and shapes, on this kind of device."""
         return Request(
             name,
             OpKind.ALLREDUCE,
@@ -55,6 +56,7 @@ class Wire(msgspec.Struct, frozen=True):
             op=self.op,
             prescale=self.prescale,
             postscale=self.postscale,
+            device=device,
             region=region,
             codec=codec,
             terms=terms,

@@ -69,6 +69,8 @@ def carrier_maker(
             placed = [
                 slot for slot in present if slot.parameter.requires_grad and not slot.parameter.is_complex()
             ]
+            # What is on another kind of device than the first goes the dynamic way.
+            placed = [slot for slot in placed if slot.parameter.device == placed[0].parameter.device]
             votes = len(present) + FLAGS
             return Static(scope, wire, dynamic, placed, votes=votes, threshold=threshold)
         return dynamic

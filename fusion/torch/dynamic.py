@@ -78,9 +78,15 @@ class Dynamic:
 
     def _submit(self, slot: Slot, values: torch.Tensor, nth: int) -> Handle:
         request = self._requests.get((slot.index, nth))
-        if request is None or request.shapes[0] != values.shape or request.dtypes[0] != name_of(values.dtype):
+        if (
+            request is None
+            or request.shapes[0] != values.shape
+            or request.dtypes[0] != name_of(values.dtype)
+            or (request.device == "cpu") is not values.is_cpu
+        ):
             name = f"{self._scope}{slot.name}" + (f"#{nth}" if nth else "")
-            request = self._wire.request(name, (name_of(values.dtype, name),), (tuple(values.shape),))
+            dtypes, shapes = (name_of(values.dtype, name),), (tuple(values.shape),)
+            request = self._wire.request(name, dtypes, shapes, device=values.device.type)
             self._requests[slot.index, nth] = request
         return self._wire.group.submit(request, [values], [values])
 

@@ -69,6 +69,8 @@ class _Placeholder(msgspec.Struct, frozen=True):
     stride: tuple[int, ...]
     parameter: bool
     """It was an nn.Parameter."""
+    device: str
+    """The kind of device it is on; every rank has its own."""
 
 
 def broadcast_optimizer_state(
@@ -120,13 +122,14 @@ def _pack(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of nested containers with large tensors moved to `tensors`."""
     if isinstance(value, torch.Tensor):
         real = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        if value.layout != torch.strided or value.nbytes < _SMALL or value.is_complex():
+        if value.layout != torch.strided or value.is_complex() or (value.is_cpu and value.nbytes < _SMALL):
             return value.detach().cpu().clone()
         tensors.append(real)
         dtype = str(value.dtype).removeprefix("torch.")
         stride = torch.empty_like(value, device="meta").stride()
         is_parameter = isinstance(value, torch.nn.Parameter)
-        return _Placeholder(len(tensors) - 1, dtype, tuple(value.shape), stride, is_parameter)
+        shape, kind = tuple(value.shape), value.device.type
+        return _Placeholder(len(tensors) - 1, dtype, shape, stride, is_parameter, kind)
     return _map(value, lambda item: _pack(item, tensors))
 
 
@@ -165,7 +168,9 @@ def _map(value: Any, change: Any) -> Any:
 
 def _empty(placeholder: _Placeholder) -> torch.Tensor:
     dtype = getattr(torch, placeholder.dtype)
-    tensor = torch.empty_strided(placeholder.shape, placeholder.stride, dtype=dtype)
+    tensor = torch.empty_strided(
+        placeholder.shape, placeholder.stride, dtype=dtype, device=placeholder.device
+    )
     return torch.nn.Parameter(tensor, requires_grad=False) if placeholder.parameter else tensor
 
 

@@ -12,6 +12,7 @@ from fusion.dtypes import name_of
 from fusion.torch.carrier import Wire
 from fusion.torch.dynamic import Dynamic
 from fusion.torch.slots import Parcel, Slot
+from fusion.torch.submission import kind_of
 
 
 class Grouped:
@@ -109,6 +110,7 @@ class _Group:
             self._name,
             tuple(name_of(value.dtype, self._name) for value in sent),
             tuple(tuple(value.shape) for value in sent),
+            device=kind_of(sent, self._name),
         )
         outputs: list[torch.Tensor | None] = [torch.empty_like(value) for value in sent]
         self._handle = self._wire.group.submit(request, sent, outputs, unpack=list)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from fusion import runtime
+from fusion.cuda.present import nccl_version
 
 
 def mpi_built() -> bool:
@@ -50,13 +53,13 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of NCCL that moves data between GPUs, 0 for none: tensors on GPUs are not taken yet."""
-    return 0
+    """The version of NCCL that moves data between GPUs, as NCCL counts (22803 is 2.28.3); 0 for none."""
+    return nccl_version()
 
 
 def cuda_built() -> bool:
-    """Whether tensors on CUDA GPUs are taken: not yet."""
-    return False
+    """Whether tensors on CUDA GPUs can be taken: torch was built for them."""
+    return torch.backends.cuda.is_built()
 
 
 def rocm_built() -> bool:

@@ -170,7 +170,7 @@ def check_parameters(names: dict[torch.Tensor, str]) -> None:
     """Refuse parameters whose gradients must not be averaged over all ranks.
 
     Raises:
-        ValueError: a parameter is sharded, not initialized, or not on the CPU.
+        ValueError: a parameter is sharded, not initialized, or neither on the CPU nor on a GPU of NVIDIA.
     """
     for parameter, name in names.items():
         kinds = {kind.__name__ for kind in type(parameter).__mro__}
@@ -182,9 +182,10 @@ def check_parameters(names: dict[torch.Tensor, str]) -> None:
             )
         if "UninitializedTensorMixin" in kinds:
             raise ValueError(f"parameter '{name}' has no shape yet: run one forward pass before wrapping")
-        if parameter.device.type not in ("cpu", "meta"):
+        if parameter.device.type not in ("cpu", "cuda", "meta"):
             raise ValueError(
-                f"parameter '{name}' is on {parameter.device}, but only gradients on the CPU can be reduced"
+                f"parameter '{name}' is on {parameter.device}, but only gradients on the CPU and on CUDA "
+                "devices can be reduced"
             )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and names and all(name.startswith("module.") for name in names.values()):

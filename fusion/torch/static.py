@@ -1,5 +1,8 @@
 """Gradients live in fixed buckets of shared memory and are reduced there, with nothing copied in or out.
 
+On GPUs the memory is the rank's own. The votes then travel by themselves, through
+host memory, so that nobody waits for the device to read them.
+
 The buckets are first laid out in reverse order of the parameters, and once more
 after the first step in the order in which gradients really arrived on rank 0.
 The same gradients then meet in the same buckets in every run, so the sums have
@@ -29,6 +32,7 @@ from fusion.torch.slots import Parcel, Slot
 
 if TYPE_CHECKING:
     from fusion.arena import Arena
+    from fusion.cuda.arena import DeviceArena
 
 
 class Static:
@@ -38,7 +42,7 @@ class Static:
         scope: first part of all names, unique to the optimizer.
         wire: what is done to gradients on their way.
         dynamic: for gradients that have no place in a bucket.
-        slots: the parameters that get a place, in the order of the model.
+        slots: the parameters that get a place, in the order of the model; all on one device.
         votes: how many votes ride along.
         threshold: bytes of a bucket.
     """
@@ -50,14 +54,20 @@ class Static:
         self._wire = wire
         self._dynamic = dynamic
         self._slots = {slot.index: slot for slot in slots}
-        self._votes = votes
+        self._device = slots[0].parameter.device.type if slots else "cpu"
+        self._votes = votes if self._device == "cpu" else 0
         self._threshold = threshold
         self._generation = 0
         self._arrived: list[int] | None = []
         order = [slot.index for slot in reversed(slots)]
         layout = self._layout(order)
-        handles = {dtype: _create_arena(wire, max(size, 1)) for dtype, size in layout.arena_bytes.items()}
-        self._arenas: dict[str, Arena] = {dtype: handle.result() for dtype, handle in handles.items()}
+        handles = {
+            dtype: _create_arena(wire, max(size, 1), self._device)
+            for dtype, size in layout.arena_bytes.items()
+        }
+        self._arenas: dict[str, Arena | DeviceArena] = {
+            dtype: handle.result() for dtype, handle in handles.items()
+        }
         self._settle_in(order, layout)
 
     @staticmethod
@@ -82,6 +92,8 @@ class Static:
             self._arrived.append(slot.index)
         bucket = self._bucket_of[slot.index]
         bucket.missing.discard(slot.index)
+        if self._device != "cpu":
+            bucket.streams.add(self._wire.group.devices.stream())
         if not bucket.missing and bucket is not self._buckets[-1]:
             bucket.submit()
         return Parcel(grad, lambda: view)
@@ -100,16 +112,17 @@ class Static:
         for bucket in self._buckets:
             for index in bucket.missing:
                 self._views[index].data.zero_()
-        self._ballot.copy_(torch.tensor(votes))
+        if self._votes:
+            self._ballot.copy_(torch.tensor(votes))
         for bucket in self._buckets:
             if bucket.handle is None:
                 bucket.submit()
         handles = [bucket.opened() for bucket in self._buckets]
+        agreed = [] if self._votes else self._dynamic.close(slots, votes)
         wait_all(handles)
         for handle in handles:
             handle.result()
-        agreed: list[float] = self._ballot.tolist()
-        return agreed
+        return self._ballot.tolist() if self._votes else agreed
 
     def reorder(self) -> None:
         """After the first window: lay the buckets out in the order of arrival. Collective."""
@@ -157,7 +170,7 @@ class Static:
         for number, bucket in enumerate(layout.buckets):
             arena = self._arenas[bucket.dtype]
             name = f"{self._scope}bucket{number}.{self._generation}"
-            opened = _Open(name, self._wire, bucket, arena)
+            opened = _Open(name, self._wire, bucket, arena, self._device)
             self._buckets.append(opened)
             for place in bucket.places:
                 self._bucket_of[place.item.key] = opened
@@ -173,35 +186,44 @@ class Static:
 class _Open:
     """A bucket and what has happened to it in this window."""
 
-    def __init__(self, name: str, wire: Wire, bucket: Bucket, arena: Arena) -> None:
+    def __init__(
+        self, name: str, wire: Wire, bucket: Bucket, arena: Arena | DeviceArena, device: str
+    ) -> None:
         self._flat = arena.tensor(bucket.offset, (bucket.count,), bucket.dtype)
         region = Region(arena.number, bucket.offset)
         self._wire = wire
-        self._request = wire.request(name, (bucket.dtype,), ((bucket.count,),), region)
+        self._request = wire.request(name, (bucket.dtype,), ((bucket.count,),), region, device)
+        self.streams: set[int] = set()
+        """Of the device, that gradients were put here on."""
         self._members = frozenset(place.item.key for place in bucket.places)
         self.missing = set(self._members)
         self.handle: Handle | None = None
 
     def submit(self) -> None:
         """Have the bucket reduced where it is."""
-        self.handle = self._wire.group.submit(self._request, [self._flat], [self._flat])
+        group, flat = self._wire.group, [self._flat]
+        ready = group.devices.marks(self.streams) if self.streams else ()
+        self.handle = group.submit(self._request, flat, flat, ready=ready)
 
     def opened(self) -> Handle:
         """Make ready for the next window; returns the handle of this one."""
         handle, self.handle = self.handle, None
         self.missing = set(self._members)
+        self.streams.clear()
         assert handle is not None
         return handle
 
 
-def _create_arena(wire: Wire, nbytes: int) -> Handle:
-    """Ask the ranks for an arena of `nbytes` bytes each; the result is a `fusion.arena.Arena`."""
+def _create_arena(wire: Wire, nbytes: int, device: str) -> Handle:
+    """Ask the ranks for an arena of `nbytes` bytes each; the result is a `fusion.arena.Arena`,
+    or a `fusion.cuda.arena.DeviceArena`."""
     group = wire.group
     name = group.unnamed("arena", blocking=False)
-    return group.submit(Request(name, OpKind.ARENA, ("uint8",), ((nbytes,),)), (), [None])
+    request = Request(name, OpKind.ARENA, ("uint8",), ((nbytes,),), device=device)
+    return group.submit(request, (), [None])
 
 
-def _view(arena: Arena, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+def _view(arena: Arena | DeviceArena, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """A gradient at `offset` with the memory layout that autograd gives gradients of `parameter`.
 
     `.data` gives it a version counter of its own, so that writes to one gradient

@@ -149,7 +149,21 @@ def describe(collective: Collective, tensors: Sequence[torch.Tensor], options: O
         prescale=options.prescale,
         postscale=options.postscale,
         codec=options.codec.spec,
+        device=kind_of(tensors, name),
     )
+
+
+def kind_of(tensors: Sequence[torch.Tensor], name: str) -> str:
+    """The kind of device that the tensors of one operation are on.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    first = tensors[0].device
+    if len(tensors) > 1 and any(tensor.device != first for tensor in tensors):
+        places = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise ValueError(f"the tensors of '{name}' are on {places}: put them on one device")
+    return first.type
 
 
 def check_tensor(tensor: torch.Tensor, name: str) -> None:
@@ -167,9 +181,10 @@ def check_tensor(tensor: torch.Tensor, name: str) -> None:
         raise TypeError(
             f"'{name}' has dtype {tensor.dtype}: pass torch.view_as_real(tensor), which has the same bytes"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(
-            f"'{name}' is on {tensor.device}, but only tensors on the CPU can be reduced: pass tensor.cpu()"
+            f"'{name}' is on {tensor.device}, but only tensors on the CPU and on CUDA devices can be "
+            "reduced: pass tensor.cpu()"
         )
     dtypes.name_of(tensor.dtype, name)
 

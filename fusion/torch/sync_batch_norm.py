@@ -136,10 +136,12 @@ class _Normalize(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         sums, squares = _forward_sums(x)
-        totals = torch.cat([sums, squares, torch.tensor([_values(x)], dtype=torch.float64)])
+        values = torch.tensor([_values(x)], dtype=torch.float64, device=x.device)
+        totals = torch.cat([sums, squares, values])
         _all_reduce(totals, "forward", process_set)
         sums, squares, count = totals.split([len(sums), len(sums), 1])
-        if count.item() <= 1:
+        # A device is asked for the number only where it may be too small, since asking waits for it.
+        if _values(x) <= 1 and count.item() <= 1:
             raise ValueError(
                 "SyncBatchNorm needs more than one value a channel in training, but all ranks together have "
                 f"{int(count.item())} (this rank's input: {tuple(x.shape)})"
@@ -187,7 +189,7 @@ def _all_reduce(totals: torch.Tensor, which: str, process_set: ProcessSet) -> No
 
 def _forward_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each channel: the sum and the sum of squares."""
-    sums, squares = torch.zeros(2, x.shape[1], dtype=torch.float64).unbind()
+    sums, squares = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
     for rows in _chunks(x):
         wide = x[rows].double()
         sums += wide.sum(_all_but_channels(x))
@@ -199,7 +201,7 @@ def _backward_sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each channel: the sum of the gradient, and of gradient times (x - mean)."""
-    sums, products = torch.zeros(2, x.shape[1], dtype=torch.float64).unbind()
+    sums, products = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
     center = _along(mean, x, torch.float64)
     for rows in _chunks(x):
         wide = grad[rows].double()
@@ -209,8 +211,8 @@ def _backward_sums(
 
 
 def _chunks(x: torch.Tensor) -> Iterator[slice]:
-    """Rows of about `CHUNK` elements together."""
-    rows = max(1, CHUNK // max(1, x[:1].numel()))
+    """Rows of about `CHUNK` elements together, which fit a core's cache; on a device, all rows."""
+    rows = max(1, CHUNK // max(1, x[:1].numel())) if x.is_cpu else max(1, len(x))
     for at in range(0, len(x), rows):
         yield slice(at, at + rows)
 

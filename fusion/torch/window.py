@@ -233,8 +233,8 @@ class Window:
         """Reduce a gradient that is sparse on some ranks and absent on the others."""
         parameter, grad = slot.parameter, slot.parameter.grad
         if grad is None:
-            rows = torch.empty(1, 0, dtype=torch.int64)
-            values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
+            rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
             grad = torch.sparse_coo_tensor(rows, values, parameter.shape)
         op = self._wire.op
         name, process_set = f"{self._scope}{slot.name}", self._wire.process_set

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coordinator.coordinator import Coordinator, Settings
+from coordinator.coordinator import Coordinator
 from coordinator.executor import Entry
 from coordinator.handle import Handle
 from coordinator.messages import Request, Response
 from coordinator.negotiation import Negotiator
 from coordinator.recorder import Recorder
 from coordinator.reports import Report, merge
+from coordinator.settings import Settings
 from coordinator.simulation import Fabric, submit_everywhere, tensor
 from coordinator.wire import Words
 
@@ -146,6 +147,8 @@ class _NoData:
         raise NotImplementedError
 
     def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 def _steady(count: int) -> dict[str, Any]:

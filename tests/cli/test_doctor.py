@@ -24,7 +24,7 @@ HEALTHY = Findings(
     launched={"size": 2, "sum": 2},
     survives={"survivors": 1},
     torch={"version": "2.9.0", "gpus": ["H200", "H200"]},
-    cupy={"version": "13.6", "gpus": 2, "nccl": 22703},
+    cupy={"version": "13.6", "gpus": 2, "nccl": 22703, "nvrtc": "12.9"},
     driver_gpus=2,
     shared_free=4096 * MIB,
     cores=8,
@@ -50,7 +50,7 @@ def test_nothing_is_advised_where_nothing_is_missing() -> None:
 def test_a_machine_without_gpus_works_and_says_that_it_needs_nothing() -> None:
     checks = diagnose(CPU_ONLY)
     missing = [check for check in checks if check.status == "missing"]
-    assert [check.name for check in missing] == ["GPUs", "CuPy", "NCCL"]
+    assert [check.name for check in missing] == ["GPUs", "CuPy", "NVRTC", "NCCL"]
     assert all(check.advice.startswith("nothing, for jobs on CPUs") for check in missing)
     assert works(checks)
 
@@ -94,6 +94,7 @@ def test_what_jobs_on_cpus_need_is_missed_with_advice(
         ("GPUs", {"torch": {"version": "2", "gpus": []}}, "torch built for CUDA"),
         ("CuPy", {"cupy": {"failed": "No module"}}, "pip install cupy"),
         ("NCCL", {"cupy": {"version": "13", "gpus": 2, "nccl": None}}, "nccl"),
+        ("NVRTC", {"cupy": {"version": "13", "gpus": 2, "nvrtc_error": "no libnvrtc"}}, "cuda-nvrtc"),
     ],
 )
 def test_what_only_some_jobs_need_is_missed_without_failing(

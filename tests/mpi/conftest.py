@@ -11,7 +11,26 @@ from types import ModuleType
 
 import pytest
 
-from tests.ranks import inside
+from tests.ranks import count_of, inside
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of the data plane run on devices at some numbers of ranks only."""
+    left_out = [item for item in items if _left_out(item)]
+    if left_out and not inside():
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    arrangement = None if callspec is None else callspec.params.get("plane")
+    if not isinstance(arrangement, str):
+        return False
+    from tests.mpi.plane import DEVICE_RANKS  # It starts MPI.
+
+    counts = DEVICE_RANKS.get(arrangement)
+    return counts is not None and count_of(item) not in counts
 
 
 @pytest.fixture(scope="module", autouse=True)

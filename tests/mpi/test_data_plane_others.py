@@ -17,14 +17,14 @@ from coordinator.messages import ANY, OpKind, ReduceOp, Request
 from fusion.arithmetic import Arithmetic, Scratch
 from fusion.dtypes import name_of
 from fusion.topology import TEST_NODES, Topology
-from tests.mpi.plane import ARRANGEMENTS, Plane, Settings, assert_same_bits, draw, entry
+from tests.mpi.plane import EVERYWHERE, Plane, Settings, assert_same_bits, draw, entry
 from tests.ranks import ranks
 
 INIT = None
 DTYPES = (torch.bool, torch.int8, torch.bfloat16, torch.float64)
 
 
-@pytest.fixture(scope="module", params=list(ARRANGEMENTS))
+@pytest.fixture(scope="module", params=EVERYWHERE)
 def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
     made = Plane(request.param)
     yield made
@@ -202,7 +202,7 @@ def test_a_rank_that_has_joined_changes_no_reduction(plane: Plane, op: ReduceOp,
     request = Request("t", OpKind.ALLREDUCE, (name_of(dtype),), ((500,),), op=op)
     made = entry(request, mine, torch.empty_like(mine))
     if plane.rank == 1:
-        made = plane.executor.absent(request, Handle("t", Bell()))
+        made = plane.executor.absent(plane.request(request), Handle("t", Bell()))
     plane.execute([made])
     others = [draw(rank, 500, dtype=dtype) for rank in range(plane.size) if rank != 1]
     expected = torch.empty_like(mine)
@@ -217,7 +217,7 @@ def test_a_rank_that_has_joined_adds_no_rows(plane: Plane) -> None:
     request = Request("t", OpKind.ALLGATHER, ("float32",), ((ANY, 2),))
     made = entry(request, draw(plane.rank, 5, 2), None)
     if plane.rank == 1:
-        made = plane.executor.absent(request, Handle("t", Bell()))
+        made = plane.executor.absent(plane.request(request), Handle("t", Bell()))
     plane.execute([made])
     assert torch.equal(
         made.outputs[0], torch.cat([draw(rank, 5, 2) for rank in range(plane.size) if rank != 1])

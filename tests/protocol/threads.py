@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.coordinator import Coordinator, Settings
+from coordinator.coordinator import Coordinator
 from coordinator.errors import FusionError, RankLeftError
 from coordinator.executor import Entry
 from coordinator.handle import Handle
 from coordinator.messages import Request, Response
 from coordinator.recorder import Recorder
+from coordinator.settings import Settings
 from coordinator.tuning import Knobs, Tuner, Tuning
 from coordinator.wire import Words
 
@@ -97,6 +98,7 @@ class SummingExecutor:
         """How many responses had run when settings changed, and to what."""
         self.fail_on: str | None = None
         self.closed = False
+        self.aborted = False
 
     def execute(self, response: Response, entries: Sequence[Entry]) -> None:
         if any(part.request.name == self.fail_on for part in response.parts):
@@ -120,6 +122,9 @@ class SummingExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
 
 
 class Ranks:
