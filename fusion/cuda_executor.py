@@ -114,7 +114,7 @@ class CudaExecutor:
         layout = self._layouts.get(response)
         job = DeviceJob(response, layout, entries)
         collective = self._staged
-        if response.first.op != ReduceOp.ADASUM:
+        if response.first.op != ReduceOp.ADASUM and response.first.codec == "none":
             collective = self._collectives.get(response.kind, self._staged)
         start = time.monotonic()
         with torch.no_grad():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from fusion.torch.compressing import Compressing
 from fusion.torch.dynamic import Dynamic
 from fusion.torch.objects import broadcast_object
 from fusion.torch.slots import Parcel, Slot
+
+if TYPE_CHECKING:
+    from fusion.cuda.device import Mark
 
 
 class Compressed:
@@ -131,6 +134,8 @@ class _Flight:
 
     def __init__(self) -> None:
         self.grads: dict[int, torch.Tensor] = {}
+        self.ready: list[Mark] = []
+        """When the gradients on a device may be read."""
         self.handle: Handle | None = None
 
 
@@ -153,10 +158,10 @@ class _Bucket:
         info = BucketInfo.of((slot.name, shape) for slot, shape in zip(slots, shapes, strict=True))
         self._ledger = compressing.open(info, compressor) if compressor.remembers else None
         self._extra: dict[str, Ledger] | None = None if self._ledger is None else {dtype: self._ledger}
-        plain = wire.request(name, (dtype,) * len(shapes), shapes)
+        self._device = slots[0].parameter.device.type
         self._requests: dict[bool, Request] = {
-            True: plain,
-            False: wire.request(name, plain.dtypes, plain.shapes, codec=compressor.spec),
+            warm: wire.request(name, (dtype,) * len(shapes), shapes, device=self._device, codec=codec)
+            for warm, codec in ((True, "none"), (False, compressor.spec))
         }
         self._results: dict[int, torch.Tensor] = {}
         self._flight = _Flight()
@@ -168,6 +173,8 @@ class _Bucket:
 
     def add(self, slot: Slot, grad: torch.Tensor) -> Parcel:
         self._flight.grads[slot.index] = grad
+        if self._device != "cpu":
+            self._flight.ready += self._wire.group.devices.mark([grad], slot.name)
         if len(self._flight.grads) == len(self._slots):
             self._submit()
         return Parcel(grad, lambda: self._results[slot.index])
@@ -221,8 +228,9 @@ class _Bucket:
             outputs.append(torch.empty_like(values) if grad.requires_grad else values)
         warm = self._compressing.warm
         extra: Any = None if warm else self._extra
-        request = self._requests[warm]
-        self._flight.handle = self._wire.group.submit(request, inputs, outputs, extra=extra, unpack=list)
+        self._flight.handle = self._wire.group.submit(
+            self._requests[warm], inputs, outputs, extra=extra, unpack=list, ready=self._flight.ready
+        )
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -238,22 +246,24 @@ def real_dtype(parameter: torch.Tensor) -> torch.dtype:
 def _split(
     slots: Sequence[Slot], compressing: Compressing, threshold: int
 ) -> list[tuple[Compressor, list[Slot]]]:
-    """Cut the order into buckets of one compressor and dtype, in the order in which they are complete."""
+    """Cut the order into buckets of one compressor, dtype and kind of device, in the order in which they are
+    complete."""
     chosen = [
         (
             compressing.policy.choose(slot.name, slot.parameter.shape),
             real_dtype(slot.parameter),
+            slot.parameter.device.type,
             position,
             slot,
         )
         for position, slot in enumerate(slots)
     ]
     chosen = [each for each in chosen if each[0] != Uncompressed()]
-    chosen.sort(key=lambda each: (each[0].spec, str(each[1]), each[2]))
+    chosen.sort(key=lambda each: (each[0].spec, str(each[1]), *each[2:4]))
     found: list[tuple[int, Compressor, list[Slot]]] = []
-    for (compressor, dtype), kin in groupby(chosen, key=lambda each: each[:2]):
+    for (compressor, dtype, _), kin in groupby(chosen, key=lambda each: each[:3]):
         filled = threshold + 1
-        for _, _, position, slot in kin:
+        for *_, position, slot in kin:
             nbytes = torch.Size(real_shape(slot.parameter)).numel() * ITEM_SIZE[name_of(dtype)]
             if filled + nbytes > threshold:
                 found.append((position, compressor, []))

@@ -16,6 +16,7 @@ import fusion.devices
 import fusion.torch as hvd
 from coordinator.errors import FusionError, MismatchError
 from fusion import runtime
+from fusion.compression import Feedback, Policy, topk
 from tests.gpu.doubles import Gpu
 from tests.ranks import inside, ranks
 
@@ -191,3 +192,33 @@ def test_a_gradient_is_reduced_after_every_stream_that_put_something_into_its_bu
 
 def _executor() -> Any:
     return runtime.current().world.devices._cuda
+
+
+@ranks(2)
+def test_a_compressed_tensor_goes_through_the_host_and_comes_back_to_the_device(gpu: Gpu) -> None:
+    before = len(gpu.calls)
+    tensor = on_gpu(*([2.0] * 7 + [8.0]))
+    memory = Feedback(topk(0.125))
+    for expected in (8.0, 8.0):
+        result = hvd.allreduce(tensor, name="compressed", op=hvd.Average, compression=memory)
+        assert result.tolist() == [0.0] * 7 + [expected]
+    residual = memory.memories.residual("compressed")
+    assert residual is not None and residual.tolist() == [4.0] * 7 + [0.0]
+    assert "cupy.cuda.nccl.NcclCommunicator.allReduce" not in gpu.paths()[before:]
+
+
+@ranks(2)
+def test_an_optimizer_compresses_gradients_on_a_device() -> None:
+    parameter = torch.nn.Parameter(on_gpu(0.0, 0.0, 0.0, 0.0))
+    assert parameter.is_cuda
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0),
+        [("w", parameter)],
+        compression=Policy("topk:0.25", dense_below=0, dense_vectors=False),
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        (parameter * on_gpu(1.0, 2.0, 3.0, 4.0)).sum().backward()
+        optimizer.step()
+    # First the fourth; then what was left of the third, twice, is the largest.
+    assert parameter.tolist() == [0.0, 0.0, -6.0, -4.0]
