@@ -14,7 +14,6 @@ submissions fail at once with the same error.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -44,7 +43,7 @@ from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
 from coordinator.tuning import Knobs, Tuning
 from coordinator.under_way import LONGEST_NAP_S, UnderWay
-from coordinator.waiting import CHECK_EVERY_S, patience
+from coordinator.waiting import CHECK_EVERY_S, Spin, patience, wake_on_time
 from coordinator.wire import Wire
 
 logger = logging.getLogger("fusion")
@@ -98,6 +97,7 @@ class Coordinator:
         self._plans = PlanCache(self._negotiator.registry, settings.fusion_threshold)
         self._leaving: str | None = None
         self._progressed_at = clock()
+        self._spin = Spin(clock)
         self._ended = threading.Event()
         self._broken = False
         self.end: FusionError | None = None
@@ -138,6 +138,7 @@ class Coordinator:
     # The cycle thread.
 
     def _run(self) -> None:
+        wake_on_time()
         try:
             while self.end is None:
                 self._gather()
@@ -246,7 +247,7 @@ class Coordinator:
                 self._poll(now)
                 nap = self._under_way.nap(now, nap)
             if not nap:
-                os.sched_yield()
+                self._spin(now)
             elif self._doorbell.wait(nap):
                 since = self._clock()
             if now - checked > CHECK_EVERY_S:
