@@ -4,11 +4,16 @@ Shows the bars "overlap" and "DDP (gloo) on the same model". The batch is chosen
 so that compute takes `ratio` times as long as reducing all gradients. Forward is
 a third of the compute and has nothing to hide, so a ratio of 1.5 makes backward
 as long as communication; the first layer's gradients always come last.
+
+The limit is a step beside which a raw socket moves as many bytes both ways, from
+the step's first moment: on a machine with a core for each rank, what the kernel
+does for the link takes time from the computation whoever asks for it.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +24,12 @@ from torch import nn
 import fusion.torch as hvd
 from fusion.torch.optimizer import Buckets
 from scripts.benchmarks import ours, peers
+from scripts.benchmarks.raw_socket import RawLink
 from scripts.benchmarks.timing import Contestant, Series, compare
 
 COMPUTE = "compute alone"
 COMMUNICATION = "communication alone, ours"
+BESIDE_RAW = "compute beside a raw socket"
 DYNAMIC = "step, ours dynamic"
 STATIC = "step, ours static"
 SEQUENTIAL = "step, ours without overlap"
@@ -36,21 +43,24 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     """One model, at each of the ratios. On every rank."""
     hvd.init(fusion_threshold_mb=options["threshold_mb"])
     peers.start_gloo(comm)
+    raw = RawLink(comm)
     model = _model(options)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     results = []
     for ratio in options["ratios"]:
         communication = ours.dynamic([torch.zeros(shape) for shape in shapes], f"gradients.{ratio}")
         batch = _batch(comm, model, communication, ratio, options)
+        alone = _step(model, batch, options["width"], torch.optim.SGD(model.parameters(), 1e-3))
         contestants = [
-            Contestant(
-                COMPUTE, _step(model, batch, options["width"], torch.optim.SGD(model.parameters(), 1e-3))
-            ),
+            Contestant(COMPUTE, alone),
             Contestant(COMMUNICATION, communication.run),
+            Contestant(BESIDE_RAW, _beside(alone, raw.duplex(nbytes).run)),
             *_trainers(options, batch, ratio),
         ]
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])
         results.append(_result(comm.size, batch, ratio, series, model))
+    raw.close()
     peers.stop_gloo()
     hvd.shutdown()
     return results
@@ -96,6 +106,18 @@ def _step(model: nn.Module, batch: int, width: int, optimizer: Any) -> Callable[
         optimizer.zero_grad()
         model(images).square().mean().backward()
         optimizer.step()
+
+    return run
+
+
+def _beside(step: Callable[[], None], transfer: Callable[[], object]) -> Callable[[], None]:
+    """Both at once."""
+
+    def run() -> None:
+        moving = threading.Thread(target=transfer)
+        moving.start()
+        step()
+        moving.join()
 
     return run
 
