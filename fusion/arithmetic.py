@@ -51,6 +51,11 @@ class Scratch:
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept at present; on any thread."""
+        return sum(kept.nbytes for kept in list(self._kept.values()))
+
     def take(self, dtype: torch.dtype, count: int, purpose: str) -> torch.Tensor:
         """`count` elements, overwritten by the next call with the same dtype and purpose."""
         kept = self._kept.get((dtype, purpose))

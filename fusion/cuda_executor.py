@@ -37,6 +37,7 @@ from fusion.cuda.arena import DeviceArena
 from fusion.cuda.device import Device
 from fusion.cuda.reach import Choice, Reach, Standing, choose_reach
 from fusion.cuda.work import DeviceWork
+from fusion.memory import MemoryReport
 from fusion.packing import LayoutCache
 from fusion.topology import Topology
 
@@ -88,8 +89,9 @@ class CudaExecutor:
         self._staged: DeviceCollective = Staged(device, host, waiter)
         self.reach, self._comm = self._connect(topology, waiter, wanted)
         self._collectives: dict[OpKind, DeviceCollective] = {}
+        self._means: DeviceMeans | None = None
         if self._comm is not None:
-            means = DeviceMeans(
+            self._means = means = DeviceMeans(
                 device=device,
                 topology=topology,
                 waiter=waiter,
@@ -125,6 +127,13 @@ class CudaExecutor:
             self._recorder.span("pack", names, start, time.monotonic(), nbytes)
             report = partial(self._report, names, nbytes)
         return DeviceWork(self._device, self._device.record(), job.kept, self._check, report)
+
+    def memory(self) -> MemoryReport:
+        """What the buffer and the arenas take on the device; on any thread."""
+        return MemoryReport(
+            device_buffers=0 if self._means is None else self._means.held_bytes,
+            device_arenas=sum(arena.nbytes for arena in list(self._arenas.values())),
+        )
 
     def close(self) -> None:
         """End the communicators. Collective; nothing may be under way."""

@@ -24,6 +24,7 @@ from fusion.collectives.job import Recorder
 from fusion.cuda.device import Device, Mark, Marker, Modules, load_modules
 from fusion.cuda.present import missing
 from fusion.cuda_executor import CudaExecutor
+from fusion.memory import MemoryReport
 from fusion.topology import Topology
 
 _MIB = 1 << 20
@@ -139,6 +140,10 @@ class Devices:
             self._modules = modules
             self._marker = Marker(modules, index)
             return self._marker
+
+    def memory(self) -> MemoryReport:
+        """What this rank's GPU holds for the runtime; on any thread."""
+        return MemoryReport() if self._cuda is None else self._cuda.memory()
 
     # On the cycle thread.
 

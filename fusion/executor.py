@@ -34,6 +34,7 @@ from fusion.collectives.job import Collective, Job, Means, Recorder
 from fusion.collectives.node import ALIGN, NodeBuffer
 from fusion.collectives.reducescatter import Reducescatter
 from fusion.collectives.shared import SharedAllreduce
+from fusion.memory import MemoryReport
 from fusion.packing import LayoutCache
 from fusion.threads import use_one_thread
 from fusion.topology import Topology
@@ -165,10 +166,14 @@ class CpuExecutor:
         """An entry for a rank that has joined; see `coordinator.executor.Executor`."""
         return absent_entry(request, handle, self._topology.size)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the fusion buffers of this node, and of this rank's own."""
-        return self._means.node.nbytes + (self._alone.nbytes if self._alone else 0)
+    def memory(self) -> MemoryReport:
+        """What this rank's part of the buffers and arenas takes; on any thread."""
+        node, alone = self._means.node, self._alone
+        return MemoryReport(
+            buffers=node.nbytes // node.size + (alone.nbytes if alone else 0),
+            arenas=sum(arena.nbytes for arena in list(self._arenas.values())),
+            scratch=self._means.scratch.nbytes,
+        )
 
     def close(self) -> None:
         """Let go of buffers and communicators. Memory that tensors refer to stays until they are gone."""

@@ -17,6 +17,7 @@ from coordinator.messages import OpKind, Request, Response
 from coordinator.recorder import Recorder
 from fusion.config import Config
 from fusion.group import Group
+from fusion.memory import MemoryReport
 from fusion.tuning.tuner import prepare
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class ProcessSets:
     def ranks(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set by number, whether or not this rank is in it."""
         return dict(self._ranks)
+
+    def memory(self) -> MemoryReport:
+        """What the buffers of all sets that this rank is in take."""
+        groups = list(self._groups.values())
+        return sum((group.executor.memory() + group.devices.memory() for group in groups), MemoryReport())
 
     def leave(self, reason: str, timeout: float | None = None) -> bool:
         """End this rank's part in all sets, the world last; see `Coordinator.leave`."""

@@ -26,6 +26,7 @@ from coordinator.stats import Stats
 from fusion.compression.policy import check_settings
 from fusion.config import Config, Loaded, load
 from fusion.exits import ExitWatch
+from fusion.memory import MemoryReport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -134,6 +135,10 @@ class Runtime:
     def stats(self) -> Stats:
         """What the runtime has done so far on this rank."""
         return self._recorder.stats()
+
+    def memory_report(self) -> MemoryReport:
+        """What the runtime's buffers take on this rank, all process sets together."""
+        return self._sets.memory()
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of this rank to `path` from now on; see `coordinator.timeline`."""

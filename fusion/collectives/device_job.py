@@ -50,6 +50,11 @@ class DeviceMeans:
             self._buffer = self.device.memory(self.buffer_bytes)
         return self._buffer.ptr
 
+    @property
+    def held_bytes(self) -> int:
+        """What the fusion buffer takes so far."""
+        return 0 if self._buffer is None else self.buffer_bytes
+
     def rules(self, response: Response) -> Rules:
         """The numeric rules of a reduction. Raises ValueError, alike on all ranks."""
         return rules_of(response.first, response.dtype, self.topology.size, exact=self.exact)

@@ -23,6 +23,7 @@ from coordinator.errors import (
 from coordinator.handle import Handle
 from coordinator.stats import Stats
 from fusion import runtime
+from fusion.memory import MemoryReport
 from fusion.runtime import is_initialized, shutdown
 from fusion.torch import elastic
 from fusion.torch.compression import Compression
@@ -154,6 +155,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "memory_report",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -229,6 +231,11 @@ def cross_size() -> int:
 def stats() -> Stats:
     """What the runtime has done so far on this rank."""
     return runtime.current().stats()
+
+
+def memory_report() -> MemoryReport:
+    """What the runtime's own buffers take on this rank at present, in bytes."""
+    return runtime.current().memory_report()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:  # noqa: ARG001

@@ -244,4 +244,4 @@ def _memory(plane: Plane) -> list[int]:
         for node in buffers
         for parity, rank in itertools.product((0, 1), range(node.size))
     ]
-    return [executor.buffer_bytes, executor._means.buffer_bytes, *places]
+    return [executor.memory().buffers, executor._means.buffer_bytes, *places]
