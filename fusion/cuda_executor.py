@@ -37,7 +37,7 @@ from fusion.cuda.arena import DeviceArena
 from fusion.cuda.device import Device
 from fusion.cuda.reach import Choice, Reach, Standing, choose_reach
 from fusion.cuda.work import DeviceWork
-from fusion.memory import MemoryReport
+from fusion.memory import LEAST_BUFFER_BYTES, MemoryReport
 from fusion.packing import LayoutCache
 from fusion.topology import Topology
 
@@ -45,8 +45,6 @@ logger = logging.getLogger("fusion")
 
 ABORT_S = 5.0
 """How long the end of a failed runtime may wait for NCCL."""
-LEAST_BUFFER_BYTES = 8 << 20
-"""Of a fusion buffer: with fusion off, tensors that change their form still go through one."""
 
 
 class CudaExecutor:

@@ -34,13 +34,10 @@ from fusion.collectives.job import Collective, Job, Means, Recorder
 from fusion.collectives.node import ALIGN, NodeBuffer
 from fusion.collectives.reducescatter import Reducescatter
 from fusion.collectives.shared import SharedAllreduce
-from fusion.memory import MemoryReport
+from fusion.memory import LEAST_BUFFER_BYTES, MemoryReport
 from fusion.packing import LayoutCache
 from fusion.threads import use_one_thread
 from fusion.topology import Topology
-
-LEAST_BUFFER_BYTES = 8 << 20
-"""Of a fusion buffer between nodes: with fusion off, tensors still go through one."""
 
 
 class DataPlaneConfig(Protocol):

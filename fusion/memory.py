@@ -1,8 +1,11 @@
-"""What the runtime's own memory costs one rank; for `memory_report`. Read on any thread."""
+"""What the runtime's own memory costs one rank, at least and at present. Read on any thread."""
 
 from __future__ import annotations
 
 import msgspec
+
+LEAST_BUFFER_BYTES = 8 << 20
+"""Of a fusion buffer between nodes or on a device: with fusion off, tensors still go through one."""
 
 _MIB = 1 << 20
 

@@ -28,12 +28,12 @@ import numpy as np
 from coordinator.messages import OpKind, Region, Request
 from coordinator.planner import fuse
 from fusion.bucketing import Item, lay_out
+from fusion.memory import LEAST_BUFFER_BYTES
 from fusion.planning.costs import Buckets, Costs, Curve, Floats
 from fusion.planning.merging import Cost, Group, Indices, mg_wfbp, optimal
 from fusion.planning.workload import Tensor, Workload
 
 _MIB = 1 << 20
-_LEAST_BUFFER_BYTES = 8 << 20
 _PAGE = 4096
 _FLAGS = 4
 _INSTANT_S = 1e-12
@@ -261,7 +261,7 @@ def buffer_bytes(costs: Costs, threshold_mb: float) -> int:
         return staging
     owners = 1 if flat else min(costs.nodes)
     each = -(-chunk // (owners * _PAGE)) * _PAGE
-    vector = max(1, max(_LEAST_BUFFER_BYTES, int(threshold_mb * _MIB), chunk) // chunk) * each
+    vector = max(1, max(LEAST_BUFFER_BYTES, int(threshold_mb * _MIB), chunk) // chunk) * each
     return vector + staging * (2 if flat else 1)
 
 
