@@ -10,15 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
+from tests.examples import same_every_time
 from tests.hosts import TwoHosts, why_not
 from tests.launch import Finished, Job, Launcher, LocalLauncher
 from tests.ranks import COUNT, RankRunner, Verdict, count_of, inside
 
-# The ranks of a job must draw the same examples, and a test that passed must pass again.
-settings.register_profile("tests", derandomize=True, database=None, deadline=None)
-settings.load_profile("tests")
+if not inside():
+    same_every_time()
 
 _stack = pytest.StashKey[ExitStack]()
 _runner = pytest.StashKey[RankRunner]()

@@ -119,7 +119,7 @@ class Job:
             self._process = psutil.Popen(
                 [*launcher.command(np), "sh", "-c", _LOGGED, "sh", *program],
                 cwd=ROOT,
-                env={**environment(), "RANK_LOGS": str(folder), **(env or {})},
+                env={**environment(), **_session(folder), "RANK_LOGS": str(folder), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -196,6 +196,15 @@ def environment() -> dict[str, str]:
         # Several ranks share few cores; more threads than that only get in each other's way.
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _session(folder: Path) -> dict[str, str]:
+    """Has Open MPI keep its own files in the job's folder.
+
+    A killed mpirun leaves a folder named for its process number behind, and one that gets that number again
+    does not start beside it ("The PMIx server's listener thread failed to start").
+    """
+    return {"PRTE_MCA_prte_tmpdir_base": str(folder)}
 
 
 def _alive(process: psutil.Process) -> bool:

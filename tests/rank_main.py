@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RESULTS
+from tests.ranks import BEGIN, RESULTS
 
 _SEVERITY = {"passed": 0, "skipped": 1, "failed": 2}
 
@@ -31,6 +31,7 @@ class Reporter:
     """Selects the tests, keeps their order, and writes one line for each."""
 
     def __init__(self, folder: Path, nodeids: list[str]) -> None:
+        self._begin = folder / BEGIN
         self._file = (folder / f"{rank()}.jsonl").open("w")
         self._order = {nodeid: index for index, nodeid in enumerate(nodeids)}
         self._report: dict[str, Any] = {}
@@ -39,6 +40,10 @@ class Reporter:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self._order]
         items.sort(key=lambda item: self._order[item.nodeid])
+
+    def pytest_collection_finish(self) -> None:
+        while not self._begin.exists():
+            time.sleep(0.01)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._report = {"nodeid": nodeid, "outcome": "passed", "text": ""}

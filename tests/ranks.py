@@ -9,6 +9,9 @@ never runs it itself. For all tests of a module with one number of ranks it star
 one mpirun of `tests.rank_main`, whose ranks run them in step and report into
 files; the outcome of a test is made of what all ranks report, or fail to.
 
+While one mpirun works, the ranks of the next start and load what they need, and
+wait with their first test until they are asked.
+
 A test that fails, hangs or kills a rank takes its mpirun with it, since the ranks
 are then out of step; the tests after it go on in a fresh one.
 """
@@ -37,6 +40,8 @@ GRACE_S = 5.0
 RESULTS = "RANK_RESULTS"
 """The variable that tells a pytest that it is one rank of a job; holds the folder for reports."""
 COUNT = "RANK_COUNT"
+BEGIN = "begin"
+"""The file in that folder whose coming lets the ranks begin."""
 
 Report = dict[str, Any]
 
@@ -78,41 +83,62 @@ class RankRunner:
         self._left = [(item.nodeid, _key(item)) for item in items if count_of(item) is not None]
         self._launcher = launcher
         self._run: _Run | None = None
+        self._next: _Run | None = None
 
     def verdict(self, item: pytest.Item) -> Verdict:
-        key = _key(item)
-        if self._run is not None and self._run.key != key:
-            self.close()
-        if self._run is None:
-            nodeids = [nodeid for nodeid, its_key in self._left if its_key == key]
-            task = {
-                "module": str(item.path),
-                "nodeids": nodeids,
-                "rootdir": str(item.config.rootpath),
-                "inifile": str(item.config.inipath),
-            }
-            self._run = _Run(key, task, self._launcher)
-        self._left.remove((item.nodeid, key))
-        verdict = self._run.verdict(item.nodeid)
-        if self._run.over:
+        run = self._run_for(item)
+        self._left.remove((item.nodeid, run.key))
+        run.begin()
+        if self._next is None:
+            self._next = self._start_other_than(run.key, item.config)
+        verdict = run.verdict(item.nodeid)
+        if run.over:
             self._run = None
         return verdict
 
     def close(self) -> None:
         """End what is still running."""
-        if self._run is not None:
+        for run in filter(None, (self._run, self._next)):
+            run.close()
+        self._run = self._next = None
+
+    def _run_for(self, item: pytest.Item) -> _Run:
+        key = _key(item)
+        if self._run is not None and self._run.key != key:
             self._run.close()
             self._run = None
+        if self._run is None and self._next is not None and self._next.key == key:
+            self._run, self._next = self._next, None
+        if self._run is None:
+            self._run = self._start(key, item.config)
+        return self._run
+
+    def _start_other_than(self, key: _Key, config: pytest.Config) -> _Run | None:
+        other = next((its_key for _, its_key in self._left if its_key != key), None)
+        return None if other is None else self._start(other, config)
+
+    def _start(self, key: _Key, config: pytest.Config) -> _Run:
+        task = {
+            "module": key[0],
+            "nodeids": [nodeid for nodeid, its_key in self._left if its_key == key],
+            "rootdir": str(config.rootpath),
+            "inifile": str(config.inipath),
+        }
+        return _Run(key, task, self._launcher)
 
 
-def _key(item: pytest.Item) -> tuple[str, int]:
+_Key = tuple[str, int]
+"""A module and a number of ranks, which one mpirun serves."""
+
+
+def _key(item: pytest.Item) -> _Key:
     return str(item.path), count_of(item) or 0
 
 
 class _Run:
     """One mpirun over some tests of a module, up to its end or the first test that fails."""
 
-    def __init__(self, key: tuple[str, int], task: dict[str, Any], launcher: Launcher) -> None:
+    def __init__(self, key: _Key, task: dict[str, Any], launcher: Launcher) -> None:
         self.key = key
         self.over = False
         count = key[1]
@@ -125,6 +151,10 @@ class _Run:
         program = [sys.executable, "-m", "tests.rank_main"]
         env = {RESULTS: str(self._folder), COUNT: str(count)}
         self._job = Job(launcher, program, count, self._folder, env)
+
+    def begin(self) -> None:
+        """Let the ranks go on to their tests."""
+        (self._folder / BEGIN).touch()
 
     def verdict(self, nodeid: str) -> Verdict:
         """Wait for the test's end on all ranks; ends the run if it did not go well."""

@@ -7,7 +7,7 @@ them need `init()` first; collective ones are called by every rank.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.errors import (
     ConfigError,
@@ -86,7 +86,9 @@ from fusion.torch.queries import (
     rocm_built,
 )
 from fusion.torch.sparse import sparse_allreduce_async
-from fusion.torch.sync_batch_norm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from fusion.torch.sync_batch_norm import SyncBatchNorm
 
 HorovodInternalError = FusionError
 """What Horovod scripts catch."""
@@ -174,6 +176,16 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Its import takes torch.compile's, which doubles the time to start; most jobs need neither.
+    if name == "SyncBatchNorm":
+        from fusion.torch.sync_batch_norm import SyncBatchNorm
+
+        globals()[name] = SyncBatchNorm
+        return SyncBatchNorm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def init(config: Any = None, process_sets: Any = None, *, comm: Any = None, **overrides: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -18,6 +20,13 @@ from fusion.arrays import as_tensor
 from fusion.torch.groups import split
 from fusion.torch.slots import Slot, check_parameters, names_of
 from fusion.torch.submission import overlaps
+from tests.launch import ROOT
+
+
+def test_importing_the_face_leaves_the_compiler_of_torch_alone():
+    """It takes longer than everything else; only SyncBatchNorm needs it."""
+    code = "import sys, fusion.torch as hvd; assert 'torch._dynamo' not in sys.modules; hvd.SyncBatchNorm"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
