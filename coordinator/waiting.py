@@ -23,9 +23,7 @@ LONGEST_IDLE_SLEEP_S = 0.05
 CHECK_EVERY_S = 0.05
 
 
-EXPECTED_SHARE = 0.25
-"""Of a wait whose length can be guessed, a sleep lasts this share."""
-LONGEST_EXPECTED_SLEEP_S = 2e-4
+LONGEST_EXPECTED_SLEEP_S = 4e-3
 """MPI reads a socket only when it is asked; between two looks, no more may arrive than a socket holds."""
 
 
@@ -34,11 +32,11 @@ def patience(waited: float, *, idle: bool = False, expected: float = 0.0) -> flo
 
     Args:
         idle: nobody on this rank waits for the answer, so a long sleep does no harm.
-        expected: how long such waits have lasted. Spinning is no use where a message
-            takes longer, and takes the core from whoever computes.
+        expected: seconds in which there will be enough to do. Spinning is no use where
+            that is long, and takes the core from whoever computes.
     """
     if expected > SPIN_S:
-        return min(max(expected, waited) * EXPECTED_SHARE, LONGEST_EXPECTED_SLEEP_S)
+        return min(expected, LONGEST_EXPECTED_SLEEP_S)
     if waited < SPIN_S:
         return 0.0
     return min(waited * SLEEP_SHARE, LONGEST_IDLE_SLEEP_S if idle else LONGEST_SLEEP_S)
@@ -109,7 +107,7 @@ class Waiter:
         """Return when `test()` is true, with the seconds that took; raise what `check` raises.
 
         Args:
-            expected: seconds it may take, see `patience`.
+            expected: seconds between two looks, if it is long; see `patience`.
         """
         if test():
             return 0.0

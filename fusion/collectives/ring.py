@@ -20,6 +20,7 @@ workstations", 2009.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial as bind
@@ -32,8 +33,13 @@ from fusion.arithmetic import Arithmetic, Scratch
 from fusion.channel import Channel
 from fusion.collectives.node import ranges
 
-AHEAD = 4
-"""Receives posted, and sends under way; two of each hide the latency, the rest is for jitter."""
+AHEAD = 32
+"""Receives posted, and sends under way. Two of each would hide the latency. With the rest the link is busy while
+this thread sleeps, and it wakes for several segments at once, which takes half the processor time."""
+BATCH = 8
+"""It sleeps for so many segments at most, so that as many again may be late."""
+MEASURED = 8
+"""Segments after which their pace is known."""
 
 Block = tuple[int, int]
 
@@ -50,6 +56,7 @@ class Ring:
         self._channel = channel
         self._segment_bytes = segment_bytes
         self._scratch = Scratch()
+        self._pace = Pace()
         self.rank = channel.rank
         self.size = channel.size
 
@@ -83,7 +90,30 @@ class Ring:
         segment = max(1, self._segment_bytes // widest.element_size())
         longest = max(hi - lo for lo, hi in blocks)
         landing = self._scratch.take(widest.dtype, AHEAD * min(segment, max(longest, 1)), "landing")
-        return _Run(self._channel, segment, blocks, landing.chunk(AHEAD))
+        return _Run(self._channel, segment, blocks, landing.chunk(AHEAD), self._pace)
+
+
+class Pace:
+    """How long a segment takes on the link, once some have come, for the length of sleeps."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = 0.0
+        self._came = 0
+        self.seconds = 0.0
+        """For one segment; 0 while unknown."""
+
+    def begin(self) -> None:
+        """A ring operation begins; its first segment may have to wait for other ranks, and says nothing."""
+        self._came = 0
+
+    def came(self) -> None:
+        """One more segment has been taken."""
+        if self._came == 0:
+            self._began = self._clock()
+        elif self._came % MEASURED == 0:
+            self.seconds = (self._clock() - self._began) / self._came
+        self._came += 1
 
 
 def even_blocks(count: int, size: int) -> list[Block]:
@@ -115,7 +145,12 @@ class _Run:
     """One ring operation: the segments to receive in order, and the sends under way."""
 
     def __init__(
-        self, channel: Channel, segment: int, blocks: Sequence[Block], landing: Sequence[torch.Tensor]
+        self,
+        channel: Channel,
+        segment: int,
+        blocks: Sequence[Block],
+        landing: Sequence[torch.Tensor],
+        pace: Pace,
     ) -> None:
         self._channel = channel
         self._segment = segment
@@ -129,8 +164,7 @@ class _Run:
         """Sends under way, in order, with the address of their data."""
         self._unsent: set[int] = set()
         """Addresses of all segments that MPI has not read to the end."""
-        self._expected = 0.0
-        """Seconds that the last wait for a segment took."""
+        self._pace = pace
 
     def reduce(
         self,
@@ -153,14 +187,15 @@ class _Run:
 
     def go(self) -> None:
         """Carry out what was planned."""
+        self._pace.begin()
         posted: deque[_Receive] = deque()
         for receive in chain.from_iterable(self._receives):
             while len(posted) == AHEAD or (posted and self._busy(receive, posted)):
-                self._take(posted.popleft())
+                self._take(posted)
             self._post(receive)
             posted.append(receive)
         while posted:
-            self._take(posted.popleft())
+            self._take(posted)
         self._until(lambda: not self._unsent)
 
     def _reducing(
@@ -206,31 +241,46 @@ class _Run:
         self._until(lambda: address not in self._unsent)
         receive.requests = self._channel.receive(receive.target, (self._rank - 1) % self._size)
 
-    def _take(self, receive: _Receive) -> None:
-        requests = receive.requests
-        self._expected = self._until(lambda: MPI.Request.Testall(requests), expected=self._expected)
-        passed = receive.then()
+    def _take(self, posted: deque[_Receive]) -> None:
+        """Use the oldest segment that is to come, when it has come."""
+        requests = posted[0].requests
+        if not MPI.Request.Testall(requests):
+            self._until(lambda: MPI.Request.Testall(requests), expected=self._until_several(len(posted)))
+        self._pace.came()
+        passed = posted.popleft().then()
         if passed is not None:
             self._send(passed)
+        self._push()
+
+    def _until_several(self, posted: int) -> float:
+        """Seconds in which several segments will have come, while the sends under way last."""
+        sending = len(self._sending) + len(self._outgoing)
+        return self._pace.seconds * max(1, min(BATCH, posted, sending))
 
     def _send(self, segment: torch.Tensor) -> None:
         self._outgoing.append(segment)
         self._unsent.add(segment.data_ptr())
 
-    def _until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
+    def _until(self, test: Callable[[], bool], *, expected: float = 0.0) -> None:
         """Wait for `test()`, and keep sending meanwhile. The right neighbour asks for segments in the order
         in which they are sent, and whether it asks depends on earlier ones only, so this comes to an end."""
 
         def sent_and_test() -> bool:
+            self._sweep()
             self._push()
             return test()
 
-        return self._channel.until(sent_and_test, expected=expected)
+        self._channel.until(sent_and_test, expected=expected)
+
+    def _sweep(self) -> None:
+        """Forget sends that are complete."""
+        while self._sending and MPI.Request.Testall(self._sending[0][1]):
+            self._unsent.discard(self._sending.popleft()[0])
 
     def _push(self) -> None:
         """Begin the next sends as far as earlier ones are complete."""
-        while self._sending and MPI.Request.Testall(self._sending[0][1]):
-            self._unsent.discard(self._sending.popleft()[0])
+        if self._outgoing and len(self._sending) >= AHEAD:
+            self._sweep()
         while self._outgoing and len(self._sending) < AHEAD:
             segment = self._outgoing.popleft()
             requests = self._channel.send(segment, (self._rank + 1) % self._size)
