@@ -37,7 +37,7 @@ from coordinator.negotiation import Flag, Negotiator
 from coordinator.planner import PlanCache
 from coordinator.recorder import Recorder
 from coordinator.refusal import departure, refusal
-from coordinator.reports import Report, merge
+from coordinator.reports import merge
 from coordinator.settings import Settings
 from coordinator.stall import StallWatch
 from coordinator.table import TensorTable
@@ -160,6 +160,10 @@ class Coordinator:
             now = self._clock()
             if working:
                 self._poll(now)
+                if self._under_way.full:
+                    self._doorbell.wait(self._under_way.nap(now, LONGEST_NAP_S))
+                    self._wire.check()
+                    continue
             nbytes, since, urged = self._table.fresh()
             if since is not None:
                 delay = pace.gathering_delay(
@@ -181,12 +185,17 @@ class Coordinator:
                 return
 
     def _poll(self, now: float) -> None:
-        """Complete what a device has finished."""
-        if self._under_way.poll(now):
+        """Complete what was under way and has come to its end."""
+        for entries, work in self._under_way.poll(now):
+            if not work.early:
+                self._complete(entries)
+                continue
+            for entry in entries:
+                entry.complete()
             self.bell.ring()
 
     def _drain(self) -> None:
-        """Wait for what the device still works on, at the end of a runtime that has not failed."""
+        """Wait for what is still under way, at the end of a runtime that has not failed."""
         while self._under_way:
             now = self._clock()
             self._poll(now)
@@ -215,6 +224,7 @@ class Coordinator:
             for name, reason in refused.items():
                 self._fail(self._present([name]), MismatchError(reason))
         if self._leaving is not None:
+            self._drain()
             self._negotiator.forget_all()
             self._fail(
                 self._table.close(ShutdownError(f"this rank has left the job: {self._leaving}")),
@@ -259,6 +269,8 @@ class Coordinator:
         responses, slots = self._plans.get(ready)
         for response in responses:
             self._run_response(response, negotiated)
+            if self._under_way.works:
+                self._poll(self._clock())
         self._negotiator.executed(slots)
         self._progressed_at = self._clock()
         if self.tuning is not None:
@@ -313,8 +325,9 @@ class Coordinator:
         self.bell.ring()
 
     def _launched(self, names: tuple[str, ...], entries: list[Entry], work: Work) -> None:
-        """A device has been given a response: names are free again, and outputs can be had in its order."""
-        self._table.remove([entry.request.name for entry in entries])
+        """A response is under way. Names are free again if outputs can be had in a device's order."""
+        if work.early:
+            self._table.remove([entry.request.name for entry in entries])
         self._under_way.add(self._clock(), names, entries, work)
         self.bell.ring()
 
@@ -333,13 +346,14 @@ class Coordinator:
             report.knobs = self.tuning.wanted
         merged = self._wire.exchange(report, merge)
         if last:
+            self._drain()
             self._end(departure(merged, self._wire))
             return
         verdict = self._stall.verdict(merged, self._wire.size, self._negotiator.joined)
         if verdict is not None:
             self._end(verdict)
             return
-        self._warn(merged)
+        self._stall.warn(merged, self._wire.rank, self._wire.size, self._negotiator.joined)
         resolution = self._negotiator.resolve(merged)
         for name, mismatch in resolution.mismatches.items():
             entry = self._table.get(name)
@@ -366,14 +380,6 @@ class Coordinator:
         if entry is not None:
             entry.outputs[0] = last
             self._complete([entry])
-
-    def _warn(self, merged: Report) -> None:
-        warning = self._stall.describe(merged, self._wire.size, self._negotiator.joined)
-        if warning is None:
-            return
-        self._stall.warned(max(merged.ages.values()))
-        if self._wire.rank == 0:
-            logger.warning("%s", warning)
 
     def _end(self, error: FusionError) -> None:
         self._fail(self._table.close(error), error)

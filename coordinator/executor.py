@@ -82,7 +82,12 @@ def last_parts(entries: list[Entry]) -> list[Entry]:
 
 
 class Work(Protocol):
-    """A response that a device has been given and may not have finished."""
+    """A response that is under way: a device has been given it, or its ring has begun."""
+
+    @property
+    def early(self) -> bool:
+        """Whether callers may have the outputs before they are complete, by `join`."""
+        ...
 
     def join(self) -> None:
         """On any thread: what the caller gives to the device from now on comes after it."""
@@ -91,6 +96,10 @@ class Work(Protocol):
     def done(self) -> bool:
         """Whether the outputs are complete; asked until it is true. Raises what went wrong,
         which is taken as the end of the runtime."""
+        ...
+
+    def rest(self) -> float:
+        """Seconds after which asking again is worth while; 0 if that is not known."""
         ...
 
     def abandon(self) -> None:
@@ -106,8 +115,8 @@ class Executor(Protocol):
         `entries[i].outputs[part.index]` for each `part = response.parts[i]`.
 
         `entries[i]` belongs to `response.parts[i]`. Returns None when all outputs are
-        complete on this rank, or what is still under way on a device, which completes
-        such responses in the order in which it was given them. An error that every rank raises alike for this
+        complete on this rank, or what is still under way; such responses complete in the
+        order in which they were given. An error that every rank raises alike for this
         response (`FusionError` or `ValueError`, before any data moved) fails
         only its entries; any other exception is taken as the end of the runtime.
         """

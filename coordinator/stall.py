@@ -40,6 +40,15 @@ class StallWatch:
         warn = 0 < self._warning_s <= oldest and oldest >= self._next_warning
         return warn or 0 < self._shutdown_s <= oldest
 
+    def warn(self, merged: Report, rank: int, size: int, joined: int) -> None:
+        """Warn of what has waited too long, on rank 0; next when it is twice as old."""
+        warning = self.describe(merged, size, joined)
+        if warning is None:
+            return
+        self.warned(max(merged.ages.values()))
+        if rank == 0:
+            logger.warning("%s", warning)
+
     def warned(self, oldest: float) -> None:
         """A report was made: the next comes when twice the age is reached."""
         self._next_warning = max(2 * oldest, self._warning_s)

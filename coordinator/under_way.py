@@ -1,8 +1,8 @@
-"""Operations that were launched and are not complete: what a device still works on.
+"""Operations that were launched and are not complete: rings that have begun, what a device works on.
 
-Cycle thread only. Callers may have taken the outputs already (`Handle.result`
-makes their later work wait on the device); a handle is done, and its tensors are
-let go, when the device is.
+Cycle thread only. Callers of a device may have taken the outputs already
+(`Handle.result` makes their later work wait on the device); a handle is done, and its
+tensors are let go, when the device is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections import deque
 from coordinator.errors import StallError
 from coordinator.executor import Entry, Work
 
+FULL = 2
+"""Operations that callers wait for to the end: a third, begun now, would only be smaller than it need be."""
+
 logger = logging.getLogger("fusion")
 
 SHORTEST_NAP_S = 50e-6
@@ -21,7 +24,7 @@ _SHARE = 0.125
 
 
 class UnderWay:
-    """Launched operations, in the order of their launch, in which devices complete them.
+    """Launched operations, in the order of their launch, in which they complete.
 
     Args:
         warning_s: age of an operation that is warned about; 0 for never.
@@ -36,36 +39,49 @@ class UnderWay:
         self._shutdown_s = shutdown_s
         self.works: deque[tuple[float, tuple[str, ...], list[Entry], Work]] = deque()
         self._warned = False
+        self._waited_for = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether more should wait, to be fused meanwhile."""
+        return self._waited_for >= FULL
 
     def __len__(self) -> int:
         return len(self.works)
 
     def add(self, now: float, names: tuple[str, ...], entries: list[Entry], work: Work) -> None:
         """Take charge of a launched response; `entries` complete with it."""
-        for entry in entries:
-            entry.launched(work)
+        if work.early:
+            for entry in entries:
+                entry.launched(work)
+        else:
+            self._waited_for += 1
         self.works.append((now, names, entries, work))
 
-    def poll(self, now: float) -> bool:
-        """Complete what is done; says whether anything was.
+    def poll(self, now: float) -> list[tuple[list[Entry], Work]]:
+        """Take what is done, to be completed.
 
         Raises:
             StallError: the oldest is older than `shutdown_s`.
             Exception: what the device says went wrong.
         """
-        works, any_done = self.works, False
+        works, done = self.works, []
         while works and works[0][3].done():
-            for entry in works.popleft()[2]:
-                entry.complete()
-            any_done, self._warned = True, False
+            _, _, entries, work = works.popleft()
+            self._waited_for -= not work.early
+            self._warned = False
+            done.append((entries, work))
         if works:
             self._watch(now - works[0][0], works[0][1])
-        return any_done
+        return done
 
     def nap(self, now: float, most: float) -> float:
         """Seconds to sleep before the next poll, at most `most`."""
         if not self.works:
             return most
+        rest = self.works[0][3].rest()
+        if rest > SHORTEST_NAP_S:
+            return min(most, rest)
         return min(most, max(SHORTEST_NAP_S, min((now - self.works[-1][0]) * _SHARE, LONGEST_NAP_S)))
 
     def fail(self, error: BaseException) -> None:
@@ -73,16 +89,17 @@ class UnderWay:
         while self.works:
             _, _, entries, work = self.works.popleft()
             for entry in entries:
-                entry.handle.set_exception(error)
+                if not entry.handle.done():
+                    entry.handle.set_exception(error)
             work.abandon()
 
     def _watch(self, age: float, names: tuple[str, ...]) -> None:
         what = f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if self._shutdown_s and age > self._shutdown_s:
             raise StallError(
-                f"the device has worked on {what} for {age:.0f} s, longer than stall_shutdown_s: the device "
-                "of another rank may have failed, or be busy with work that waits for this one"
+                f"{what} has been under way for {age:.0f} s, longer than stall_shutdown_s: another rank or "
+                "its device may have stopped, or be busy with work that waits for this one"
             )
         if self._warning_s and age > self._warning_s and not self._warned:
             self._warned = True
-            logger.warning("the device has worked on %s for %.0f s", what, age)
+            logger.warning("%s has been under way for %.0f s", what, age)

@@ -103,17 +103,27 @@ class Waiter:
         self._clock = clock
         self._spin = Spin(clock)
 
-    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
-        """Return when `test()` is true, with the seconds that took; raise what `check` raises.
+    def soon(self, test: Callable[[], bool]) -> bool:
+        """Look for as long as a wait spins; whether `test()` was true."""
+        start = self._clock()
+        while not test():
+            now = self._clock()
+            if now - start > SPIN_S:
+                return False
+            self._spin(now)
+        return True
+
+    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> None:
+        """Return when `test()` is true; raise what `check` raises.
 
         Args:
             expected: seconds between two looks, if it is long; see `patience`.
         """
-        if test():
-            return 0.0
-        now = start = checked = self._clock()
+        start = checked = None
         while not test():
             now = self._clock()
+            if start is None or checked is None:
+                start = checked = now
             nap = patience(now - start, expected=expected)
             if not nap:
                 self._spin(now)
@@ -122,4 +132,3 @@ class Waiter:
                 self._check()
                 checked = now
             time.sleep(nap)
-        return now - start

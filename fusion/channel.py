@@ -44,9 +44,9 @@ class Channel:
         """Return when `request` is complete."""
         self._waiter.until(request.Test)
 
-    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> float:
+    def until(self, test: Callable[[], bool], *, expected: float = 0.0) -> None:
         """Return when `test()` is true; see `Waiter.until`."""
-        return self._waiter.until(test, expected=expected)
+        self._waiter.until(test, expected=expected)
 
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all `requests` are complete."""
@@ -54,13 +54,16 @@ class Channel:
             pending = list(requests)
             self._waiter.until(lambda: MPI.Request.Testall(pending))
 
-    def send(self, tensor: torch.Tensor, to: int) -> list[MPI.Request]:
-        """Begin sending a flat contiguous tensor, which must stay as it is until complete."""
-        return [self._comm.Isend([part, MPI.BYTE], dest=to) for part in _messages(tensor)]
+    def send(self, tensor: torch.Tensor, to: int, lane: int = 0) -> list[MPI.Request]:
+        """Begin sending a flat contiguous tensor, which must stay as it is until complete.
 
-    def receive(self, tensor: torch.Tensor, source: int) -> list[MPI.Request]:
+        Messages of one lane arrive in the order of their sends.
+        """
+        return [self._comm.Isend([part, MPI.BYTE], dest=to, tag=lane) for part in _messages(tensor)]
+
+    def receive(self, tensor: torch.Tensor, source: int, lane: int = 0) -> list[MPI.Request]:
         """Begin receiving into a flat contiguous tensor of the length that is sent."""
-        return [self._comm.Irecv([part, MPI.BYTE], source=source) for part in _messages(tensor)]
+        return [self._comm.Irecv([part, MPI.BYTE], source=source, tag=lane) for part in _messages(tensor)]
 
     def barrier(self) -> None:
         """Return when every rank has called this."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from coordinator.executor import Entry
+from coordinator.executor import Entry, Work
 from coordinator.handle import Handle
 from coordinator.messages import OpKind, Request, Response
 from coordinator.waiting import Waiter
@@ -32,6 +32,7 @@ from fusion.collectives.hierarchical import HierarchicalAllreduce, vector_bytes
 from fusion.collectives.in_place import InPlaceAllreduce
 from fusion.collectives.job import Collective, Job, Means, Recorder
 from fusion.collectives.node import ALIGN, NodeBuffer
+from fusion.collectives.pipeline import Operation, Pipeline
 from fusion.collectives.reducescatter import Reducescatter
 from fusion.collectives.shared import SharedAllreduce
 from fusion.memory import LEAST_BUFFER_BYTES, MemoryReport
@@ -117,7 +118,11 @@ class CpuExecutor:
             buffer_bytes=buffer,
             segment_bytes=config.ring_segment_kb * 1024,
             arenas=self._arenas,
+            pipeline=Pipeline(waiter),
         )
+        self._pipeline = self._means.pipeline
+        if len(topology.nodes) > 1:
+            self._means.node.meanwhile = self._pipeline.advance
         self._node_channel = node_channel
         self._alone: NodeBuffer | None = None
         if flat:
@@ -131,6 +136,7 @@ class CpuExecutor:
         Between two responses, on every rank alike. No memory that a tensor or a
         message may lie in is made, moved or given back.
         """
+        self._pipeline.drain()
         self._hierarchy = config.hierarchy
         for node in filter(None, (self._means.node, self._alone)):
             node.use_chunks_of(_chunk_bytes(config.chunk_kb))
@@ -138,17 +144,22 @@ class CpuExecutor:
         self._layouts = LayoutCache()  # Kept views are of pieces of the size before.
         self._collectives = self._build()
 
-    def execute(self, response: Response, entries: Sequence[Entry]) -> None:
-        """Run one response; see `coordinator.executor.Executor`."""
+    def execute(self, response: Response, entries: Sequence[Entry]) -> Work | None:
+        """Run one response, or leave its ring under way; see `coordinator.executor.Executor`."""
         if self._thread != threading.get_ident():
             self._thread = threading.get_ident()
             use_one_thread()
         if response.kind == OpKind.ARENA:
+            self._pipeline.drain()
             self._make_arena(response, entries[0])
-            return
+            return None
         job = Job(response, self._layouts.get(response), entries)
         with torch.no_grad():  # Inputs and outputs may be parameters; nothing here is differentiated.
             self._run(job)
+            if job.last is None:
+                return None
+            self._pipeline.linger(job.last)
+        return None if job.last.done else _Begun(self._pipeline, job.last)
 
     def _run(self, job: Job) -> None:
         algorithm = choose(
@@ -157,7 +168,13 @@ class CpuExecutor:
             size=self._topology.size,
             hierarchy=self._hierarchy,
         )
+        if algorithm not in _LEFT_UNDER_WAY:
+            self._pipeline.drain()
         self._collectives[algorithm](job)
+
+    def _run_to_its_end(self, job: Job) -> None:
+        self._run(job)
+        self._pipeline.drain()
 
     def absent(self, request: Request, handle: Handle) -> Entry:
         """An entry for a rank that has joined; see `coordinator.executor.Executor`."""
@@ -196,7 +213,7 @@ class CpuExecutor:
             Algorithm.REDUCESCATTER: Reducescatter(means),
             Algorithm.BARRIER: Barrier(means),
             Algorithm.ADASUM: AdasumAllreduce(means),
-            Algorithm.COMPRESSED: CompressedAllreduce(means, self._run),
+            Algorithm.COMPRESSED: CompressedAllreduce(means, self._run_to_its_end),
         }
         if self._alone is not None:
             collectives[Algorithm.RING] = HierarchicalAllreduce(means, self._alone, means.world, 1)
@@ -208,6 +225,33 @@ class CpuExecutor:
         self._arenas_made += 1
         self._arenas[arena.number] = arena
         entry.outputs[part.index] = arena
+
+
+_LEFT_UNDER_WAY = (Algorithm.IN_PLACE, Algorithm.HIERARCHICAL, Algorithm.RING)
+
+
+class _Begun:
+    """Implements `coordinator.executor.Work` for a response whose ring is under way."""
+
+    early = False
+
+    def __init__(self, pipeline: Pipeline, last: Operation) -> None:
+        self._pipeline = pipeline
+        self._last = last
+
+    def done(self) -> bool:
+        with torch.no_grad():
+            self._pipeline.advance()
+        return self._last.done
+
+    def rest(self) -> float:
+        return self._pipeline.rest()
+
+    def join(self) -> None:
+        raise AssertionError("a ring has no order that a caller could join")
+
+    def abandon(self) -> None:
+        """Do nothing: MPI may write to the memory for as long as the process lives."""
 
 
 def _chunk_bytes(kb: int) -> int:

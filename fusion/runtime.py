@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from coordinator.coordinator import JOIN
@@ -23,6 +24,7 @@ from coordinator.handle import Handle
 from coordinator.messages import OpKind, Request
 from coordinator.recorder import Recorder
 from coordinator.stats import Stats
+from fusion import mpi_settings
 from fusion.compression.policy import check_settings
 from fusion.config import Config, Loaded, load
 from fusion.exits import ExitWatch
@@ -257,8 +259,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def _start_mpi() -> Any:
     """Import mpi4py's MPI, which starts MPI unless the program has, and check its thread level."""
     if "mpi4py.MPI" not in sys.modules:
-        # Read when MPI starts: ranks that wait must not starve ranks that compute.
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        mpi_settings.ask()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -267,6 +268,7 @@ def _start_mpi() -> Any:
             "`pip install mpich` into this environment; `fusion doctor` says more"
         ) from error
     if not MPI.Is_initialized():
+        mpi_settings.ask()
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _finalize_at_exit(MPI)
     if MPI.Is_finalized():
@@ -328,6 +330,8 @@ def _communicator(mpi: Any, comm: Any) -> MPI.Intracomm:
 def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]:
     """Rank 0's settings for all, and which of them the user gave; a rank that was given others says so.
 
+    What is left to the runtime to choose is chosen here.
+
     Raises:
         FusionError: rank 0 cannot do what its settings ask for; on every rank.
     """
@@ -340,7 +344,18 @@ def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]
     if agreed != config:
         differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
         logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
+    if not agreed.ring_segment_kb:
+        agreed = msgspec.structs.replace(agreed, ring_segment_kb=_segment_kb(comm))
     return agreed, pinned
+
+
+def _segment_kb(comm: MPI.Intracomm) -> int:
+    """What every rank's MPI sends at once; ranks may have started theirs differently."""
+    from mpi4py import MPI
+
+    open_mpi = MPI.get_vendor()[0] == "Open MPI"
+    mine = mpi_settings.segment_kb(os.environ, open_mpi=open_mpi)
+    return int(comm.allreduce(mine, op=MPI.MIN))
 
 
 def _tuning_check(config: Config) -> str | None:

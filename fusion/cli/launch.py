@@ -19,6 +19,7 @@ from typing import Literal
 from msgspec import Struct
 
 from coordinator.errors import FusionError
+from fusion import mpi_settings
 from fusion.cli.output import MARK
 
 # Variables that every rank must see; Open MPI gives them to ranks on other hosts only when told to.
@@ -239,9 +240,9 @@ def _open_mpi(launcher: Launcher, job: Job, around: Surroundings) -> Iterator[tu
         yield ("--oversubscribe",)
     if around.is_root:
         yield ("--allow-run-as-root",)
-    # A waiting rank gives its core to one that computes.
-    if "OMPI_MCA_mpi_yield_when_idle" not in around.environ:
-        yield ("--mca", "mpi_yield_when_idle", "1")
+    # Ranks that import mpi4py before this package start MPI without its wishes.
+    for name, value in mpi_settings.wanted(around.environ).items():
+        yield ("--mca", name, value)
     if job.prefix:
         yield ("--output", "tag") if launcher.version >= (5,) else ("--tag-output",)
     for name in exported(around.environ):

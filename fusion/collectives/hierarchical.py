@@ -7,13 +7,16 @@ owners' vectors. So no leader, and all links of a node are used; nodes may have
 different numbers of ranks. With a node of one (`NodeBuffer.private`) and the
 channel of all ranks this is the flat ring.
 
-A response goes in pieces of a fusion buffer. Cost for S bytes on N nodes with k
+A response goes in pieces of a part of the fusion buffer, so that one is packed or
+unpacked while the ring of another goes on, in this response or the next. Cost for S bytes on N nodes with k
 owners each: a rank sends and receives 2 S/k (N-1)/N bytes; one barrier a chunk
-and one a piece; memory is read and written as in `shared.py`, and once more by
+and one announcement a piece; memory is read and written as in `shared.py`, and once more by
 the ring.
 """
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -21,6 +24,7 @@ from fusion.arithmetic import Arithmetic
 from fusion.channel import Channel
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ALIGN, NodeBuffer, ranges, slices
+from fusion.collectives.pipeline import DEPTH, Operation
 from fusion.collectives.ring import Ring
 from fusion.collectives.shared import MOST_KEPT
 from fusion.packing import Layout, Span, Window
@@ -29,7 +33,7 @@ from fusion.packing import Layout, Span, Window
 def vector_bytes(buffer_bytes: int, chunk_bytes: int, owners: int) -> int:
     """The size of an owner's vector, for a fusion buffer of `buffer_bytes`."""
     each = -(-chunk_bytes // (owners * ALIGN)) * ALIGN
-    return max(1, buffer_bytes // chunk_bytes) * each
+    return max(DEPTH, buffer_bytes // chunk_bytes) * each
 
 
 class HierarchicalAllreduce:
@@ -50,35 +54,46 @@ class HierarchicalAllreduce:
         self._ring = Ring(cross, means.segment_bytes)
 
     def __call__(self, job: Job) -> None:
-        layout = job.layout
+        layout, pipeline = job.layout, self._means.pipeline
         arithmetic = self._means.arithmetic(job.response)
-        chunks = max(1, self._means.buffer_bytes // self._node.chunk_bytes)
+        chunks = max(1, self._means.buffer_bytes // self._node.chunk_bytes // DEPTH)
         for lo, hi in ranges(0, layout.total, chunks * (self._node.chunk_bytes // layout.itemsize)):
-            piece = self._piece(layout, lo, hi)
-            if piece.direct is not None and not arithmetic.widens:
-                self._copy_in(job, piece.direct, piece)
-                arithmetic.accumulate([piece.vector], piece.vector)
-                partial = piece.vector
-            else:
-                partial = self._combine_on_node(job, piece, arithmetic)
-            nbytes = (hi - lo) * layout.itemsize
-            with self._means.phase("reduce", piece.names, nbytes):
-                if self._owns and len(partial):
-                    self._ring.all_reduce(partial, piece.vector, arithmetic)
-                self._node.barrier()
-            with self._means.phase("unpack", piece.names, nbytes):
+            lane = pipeline.enter()
+            piece = self._piece(layout, lo, hi, lane)
+            job.last = self._begin(job, piece, arithmetic, lane)
+            pipeline.add(job.last)
+
+    def _begin(self, job: Job, piece: _Piece, arithmetic: Arithmetic, lane: int) -> Operation:
+        """Pack a piece and begin its ring; the operation ends with the piece unpacked."""
+        if piece.direct is not None and not arithmetic.widens:
+            self._copy_in(job, piece.direct, piece)
+            arithmetic.accumulate([piece.vector], piece.vector)
+            partial = piece.vector
+        else:
+            partial = self._combine_on_node(job, piece, arithmetic, lane)
+        began = time.monotonic()
+        run = None
+        if self._owns and len(partial):
+            run = self._ring.begin_all_reduce(partial, piece.vector, arithmetic, lane)
+
+        def unpack() -> None:
+            self._means.recorder.span("reduce", piece.names, began, time.monotonic(), piece.nbytes)
+            with self._means.phase("unpack", piece.names, piece.nbytes):
                 piece.unpacking.unpack(job.tensors)
-        job.tensors.flush()
+                if piece.last:
+                    job.tensors.flush()
+
+        return Operation(self._node, run, _nothing, unpack)
 
     def _copy_in(self, job: Job, window: Window, piece: _Piece) -> None:
-        with self._means.phase("pack", piece.names, len(piece.vector) * job.layout.itemsize):
+        with self._means.phase("pack", piece.names, piece.nbytes):
             window.pack(job.tensors)
 
-    def _combine_on_node(self, job: Job, piece: _Piece, arithmetic: Arithmetic) -> torch.Tensor:
+    def _combine_on_node(self, job: Job, piece: _Piece, arithmetic: Arithmetic, lane: int) -> torch.Tensor:
         """Sum this rank's slices of the piece over the node, chunk by chunk."""
         partial = piece.vector
         if arithmetic.widens:
-            partial = self._means.scratch.take(arithmetic.accumulator, len(partial), "partial")
+            partial = self._means.scratch.take(arithmetic.accumulator, len(partial), f"partial {lane}")
         for number, (lo, hi) in enumerate(piece.chunks):
             parity = self._node.flip()
             names, window, inputs = piece.chunk(number, parity)
@@ -92,30 +107,39 @@ class HierarchicalAllreduce:
                     arithmetic.accumulate(inputs, partial[begin:end])
         return partial
 
-    def _piece(self, layout: Layout, lo: int, hi: int) -> _Piece:
-        key = ("ring", self._node.size, lo)
+    def _piece(self, layout: Layout, lo: int, hi: int, lane: int) -> _Piece:
+        key = ("ring", self._node.size, lo, lane)
         piece: _Piece | None = layout.kept.get(key)
         if piece is None:
-            piece = _Piece(layout, self._node, self._owners, lo, hi)
+            piece = _Piece(layout, self._node, self._owners, (lo, hi), lane)
             if len(layout.kept) < MOST_KEPT:
                 layout.kept[key] = piece
         return piece
 
 
-class _Piece:
-    """The views for elements [lo, hi) of a layout: as much as the vectors hold.
+def _nothing() -> None:
+    """Unpacking is all that follows on a ring."""
 
-    An owner's vector has its slices of all chunks, one after the other.
+
+class _Piece:
+    """The views for elements [lo, hi) of a layout: as much as one lane of the vectors holds.
+
+    An owner's lane has its slices of all chunks, one after the other.
     """
 
-    def __init__(self, layout: Layout, node: NodeBuffer, owners: int, lo: int, hi: int) -> None:
+    def __init__(
+        self, layout: Layout, node: NodeBuffer, owners: int, elements: tuple[int, int], lane: int
+    ) -> None:
+        lo, hi = elements
         self._layout = layout
         self._node = node
         self._kept: dict[tuple[int, int], tuple[tuple[str, ...], Window, list[torch.Tensor]]] = {}
         self.names = layout.names(lo, hi)
+        self.nbytes = (hi - lo) * layout.itemsize
+        self.last = hi == layout.total
         self.chunks = ranges(lo, hi, node.chunk_bytes // layout.itemsize)
         self._cuts = [slices(end - begin, owners, layout.itemsize) for begin, end in self.chunks]
-        vectors = [node.vector(owner, layout.dtype) for owner in range(owners)]
+        vectors = [_lane(node, owner, layout, lane) for owner in range(owners)]
         used = [0] * owners
         self.places: list[tuple[int, int]] = []
         """Of each chunk: where this rank's slice lies in its vector."""
@@ -125,7 +149,8 @@ class _Piece:
                 at, used[owner] = used[owner], used[owner] + end - begin
                 spans.append(Span(chunk + begin, vectors[owner][at : used[owner]]))
             self.places.append(self._place(cuts, used))
-        self.vector = node.vector(node.rank, layout.dtype)[: used[node.rank] if node.rank < owners else 0]
+        mine = used[node.rank] if node.rank < owners else 0
+        self.vector = _lane(node, node.rank, layout, lane)[:mine]
         self.direct = Window(layout, [Span(lo, self.vector)]) if node.size == 1 else None
         self.unpacking = self.direct or Window(layout, [span for span in spans if len(span.memory)])
 
@@ -150,3 +175,9 @@ class _Piece:
             return 0, 0
         begin, end = cuts[rank]
         return used[rank] - (end - begin), used[rank]
+
+
+def _lane(node: NodeBuffer, rank: int, layout: Layout, lane: int) -> torch.Tensor:
+    """The part of a rank's vector for operations of one lane."""
+    length = node.vector_bytes // DEPTH // ALIGN * ALIGN // layout.itemsize
+    return node.vector(rank, layout.dtype)[lane * length : (lane + 1) * length]

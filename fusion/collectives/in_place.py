@@ -1,17 +1,21 @@
 """All-reduce of a bucket that lies in an arena: no copy in, no copy out.
 
 Each rank owns a slice of the bucket. It sums its slice of all buckets of the
-node, in rank order, into its own, and writes the result to the others; a
-barrier at each end. Over several nodes the owners ring their slices in between.
+node, in rank order, into its own, and writes the result to the others. Over
+several nodes the owners ring their slices in between, in pieces of a part
+of the fusion buffer, and leave that under way.
 
-Cost for S bytes on n ranks of a node: no message inside it; 2 barriers; each
-rank reads S and writes S in all. Between N nodes with k owners each: 2 S/k
-(N-1)/N bytes sent and received by an owner.
+Cost for S bytes on n ranks of a node: no message inside it; 2 barriers, or over
+several nodes one and an announcement a piece; each rank reads S and writes S in
+all. Between N nodes with k owners each: 2 S/k (N-1)/N bytes sent and received by
+an owner.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial as bind
 
 import torch
 
@@ -19,7 +23,8 @@ from fusion.arena import view
 from fusion.arithmetic import Arithmetic
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ranges, slices
-from fusion.collectives.ring import Ring
+from fusion.collectives.pipeline import DEPTH, Operation
+from fusion.collectives.ring import Ring, Run
 
 
 class InPlaceAllreduce:
@@ -34,13 +39,14 @@ class InPlaceAllreduce:
     def __call__(self, job: Job) -> None:
         arithmetic = self._means.arithmetic(job.response)
         buckets = self._buckets(job)
-        count, itemsize = job.layout.total, job.layout.itemsize
-        with self._means.phase("reduce", (job.name,), count * itemsize):
-            self._node.barrier()
-            if self._node.rank < self._owners:
-                lo, hi = slices(count, self._owners, itemsize)[self._node.rank]
-                self._reduce_slice(buckets, lo, hi, arithmetic)
-            self._node.barrier()
+        cuts = slices(job.layout.total, self._owners, job.layout.itemsize)
+        lo, hi = cuts[self._node.rank] if self._node.rank < self._owners else (0, 0)
+        mine = [bucket[lo:hi] for bucket in buckets]
+        if len(self._means.topology.nodes) == 1:
+            self._within_node(job, mine, arithmetic)
+        else:
+            longest = max(hi - lo for lo, hi in cuts)
+            self._between_nodes(job, mine, longest, arithmetic)
 
     def _buckets(self, job: Job) -> list[torch.Tensor]:
         """The bucket in the memory of each rank of the node.
@@ -60,27 +66,46 @@ class InPlaceAllreduce:
             for peer in range(self._node.size)
         ]
 
-    def _reduce_slice(
-        self, buckets: Sequence[torch.Tensor], lo: int, hi: int, arithmetic: Arithmetic
-    ) -> None:
-        if self._ring.size == 1:
-            for begin, end in ranges(lo, hi, self._chunk(buckets)):
-                pieces = [bucket[begin:end] for bucket in buckets]
+    def _within_node(self, job: Job, mine: Sequence[torch.Tensor], arithmetic: Arithmetic) -> None:
+        with self._means.phase("reduce", (job.name,), job.response.nbytes):
+            self._node.barrier()
+            for pieces in self._chunks(mine):
                 arithmetic.reduce(pieces, pieces[self._node.rank])
                 self._spread(pieces)
-            return
-        for begin, end in ranges(lo, hi, max(1, self._means.buffer_bytes // buckets[0].element_size())):
-            self._ring_piece([bucket[begin:end] for bucket in buckets], arithmetic)
+            self._node.barrier()
 
-    def _ring_piece(self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic) -> None:
-        mine = pieces[self._node.rank]
-        partial = mine
+    def _between_nodes(
+        self, job: Job, mine: Sequence[torch.Tensor], longest: int, arithmetic: Arithmetic
+    ) -> None:
+        """Each rank of the node begins as many operations, even if its own slice is shorter than others'."""
+        pipeline, began = self._means.pipeline, time.monotonic()
+        most = max(1, self._means.buffer_bytes // DEPTH // job.layout.itemsize)
+        self._node.barrier()
+        for at in range(0, max(1, longest), most):
+            lane = pipeline.enter()
+            pieces = [bucket[at : at + most] for bucket in mine]
+            run = self._begin_ring(pieces, arithmetic, lane)
+            end = bind(self._record, job, began) if at + most >= longest else _nothing
+            job.last = Operation(self._node, run, bind(self._spread, pieces), end)
+            pipeline.add(job.last)
+
+    def _begin_ring(self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic, lane: int) -> Run | None:
+        own = pieces[self._node.rank]
+        if not len(own):
+            return None
+        partial = own
         if arithmetic.widens:
-            partial = self._means.scratch.take(arithmetic.accumulator, len(mine), "partial")
-        for begin, end in ranges(0, len(mine), self._chunk(pieces)):
-            arithmetic.accumulate([piece[begin:end] for piece in pieces], partial[begin:end])
-        self._ring.all_reduce(partial, mine, arithmetic)
-        self._spread(pieces)
+            partial = self._means.scratch.take(arithmetic.accumulator, len(own), f"partial {lane}")
+        at = 0
+        for chunk in self._chunks(pieces):
+            arithmetic.accumulate(chunk, partial[at : at + len(chunk[0])])
+            at += len(chunk[0])
+        return self._ring.begin_all_reduce(partial, own, arithmetic, lane)
+
+    def _chunks(self, pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The same range of every rank's piece, as much as stays in cache at a time."""
+        most = self._node.chunk_bytes // pieces[0].element_size()
+        return [[piece[lo:hi] for piece in pieces] for lo, hi in ranges(0, len(pieces[0]), most)]
 
     def _spread(self, pieces: Sequence[torch.Tensor]) -> None:
         mine = pieces[self._node.rank]
@@ -88,5 +113,9 @@ class InPlaceAllreduce:
             if rank != self._node.rank:
                 piece.copy_(mine)
 
-    def _chunk(self, buckets: Sequence[torch.Tensor]) -> int:
-        return self._node.chunk_bytes // buckets[0].element_size()
+    def _record(self, job: Job, began: float) -> None:
+        self._means.recorder.span("reduce", (job.name,), began, time.monotonic(), job.response.nbytes)
+
+
+def _nothing() -> None:
+    """More pieces follow."""

@@ -21,6 +21,7 @@ from fusion.arena import Arena
 from fusion.arithmetic import Arithmetic, Scratch
 from fusion.channel import Channel
 from fusion.collectives.node import NodeBuffer
+from fusion.collectives.pipeline import Operation, Pipeline
 from fusion.packing import Layout, Tensors
 from fusion.topology import Topology
 
@@ -45,6 +46,7 @@ class Means:
         node: staging memory of the ranks that combine on this node.
         buffer_bytes: most bytes of a response that are between nodes at once.
         arenas: by number.
+        pipeline: of ring operations under way.
     """
 
     topology: Topology
@@ -57,6 +59,7 @@ class Means:
     buffer_bytes: int
     segment_bytes: int
     arenas: dict[int, Arena]
+    pipeline: Pipeline
 
     def arithmetic(self, response: Response) -> Arithmetic:
         """The numeric rules of a response. Raises ValueError, alike on all ranks."""
@@ -79,12 +82,17 @@ class Means:
 
 
 class Job:
-    """One execution of a response."""
+    """One execution of a response.
+
+    Attributes:
+        last: what was left under way, if anything; with its end all outputs are complete.
+    """
 
     def __init__(self, response: Response, layout: Layout, entries: Sequence[Entry]) -> None:
         self.response = response
         self.layout = layout
         self.entries = entries
+        self.last: Operation | None = None
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -110,4 +118,4 @@ class Job:
 
 
 Collective = Callable[[Job], None]
-"""Runs a job to its end: all outputs are complete when it returns."""
+"""Runs a job: all outputs are complete when it returns, or with the operation that it left as `job.last`."""

@@ -2,7 +2,7 @@
 
 Cycle thread only. Each rank has two halves for chunks going in, a vector for
 results on their way between nodes, and a line with the number of barriers it
-has entered. The halves alternate from chunk to chunk, over all collectives.
+has entered and of announcements it has made. The halves alternate from chunk to chunk, over all collectives.
 
 Guarantee on which every collective here relies: if a collective enters at least
 one barrier between writing a half and reading the halves of others, and reads
@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import platform
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,6 +38,7 @@ class NodeBuffer:
         rank, size: in the group.
         chunk_bytes: how much of a half is used at a time; the halves themselves may be larger.
         vector_bytes: size of a vector.
+        meanwhile: called again and again while a barrier waits.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class NodeBuffer:
         self._peers = [peer * (LINE // 8) for peer in range(size) if peer != rank]
         self._mine = rank * (LINE // 8)
         self._entered = 0
+        self._announced = 0
         self._parity = 0
+        self.meanwhile: Callable[[], object] | None = None
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         stride = 2 * chunk_bytes + vector_bytes
         begins = [_aligned(size * LINE) + peer * stride for peer in range(size)]
@@ -124,8 +128,32 @@ class NodeBuffer:
         counters[self._mine] = entered
         for peer in self._peers:
             if counters[peer] < entered:
-                self._waiter.until(partial(_reached, counters, peer, entered))
+                self._waiter.until(partial(self._reached, peer, entered))
         _fence()
+
+    def announce(self) -> int:
+        """Tell the others that this rank has come to its next announcement; the number of it."""
+        self._announced += 1
+        _fence()
+        self._counters[self._mine + 1] = self._announced
+        return self._announced
+
+    def announced(self, number: int) -> bool:
+        """Whether every rank of the group has made so many announcements.
+
+        What any of them wrote before is then visible here.
+        """
+        counters = self._counters
+        for peer in self._peers:
+            if counters[peer + 1] < number:
+                return False
+        _fence()
+        return True
+
+    def _reached(self, peer: int, entered: int) -> bool:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return self._counters[peer] >= entered
 
 
 def slices(count: int, owners: int, itemsize: int) -> list[tuple[int, int]]:
@@ -146,10 +174,6 @@ def _total(size: int, chunk_bytes: int, vector_bytes: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
-
-
-def _reached(counters: memoryview[int], peer: int, entered: int) -> bool:
-    return counters[peer] >= entered
 
 
 _fence_lock = threading.Lock()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial as bind
 from itertools import chain, cycle
 
@@ -33,10 +33,10 @@ from fusion.arithmetic import Arithmetic, Scratch
 from fusion.channel import Channel
 from fusion.collectives.node import ranges
 
-AHEAD = 32
-"""Receives posted, and sends under way. Two of each would hide the latency. With the rest the link is busy while
-this thread sleeps, and it wakes for several segments at once, which takes half the processor time."""
-BATCH = 8
+AHEAD = 16
+"""Receives posted, and sends under way. Two of each would hide the latency; with the rest the link is busy
+while this thread sleeps, and it wakes for several at once, which takes half the processor time."""
+BATCH = 6
 """It sleeps for so many segments at most, so that as many again may be late."""
 MEASURED = 8
 """Segments after which their pace is known."""
@@ -62,35 +62,46 @@ class Ring:
 
     def all_reduce(self, partial: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> None:
         """Reduce `partial` of all ranks to `out` on all; they are the same tensor unless widened."""
+        self.begin_all_reduce(partial, out, arithmetic).finish()
+
+    def begin_all_reduce(
+        self, partial: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic, lane: int = 0
+    ) -> Run:
+        """Begin what `all_reduce` does; tensors and scratch memory must stay until it is complete.
+
+        Args:
+            lane: operations under way at the same time are told apart by it, on all ranks alike.
+        """
         blocks = even_blocks(len(out), self.size)
+        run = self._run(partial, blocks, lane)
         if self.size == 1:
             arithmetic.finish(partial, out)
-            return
-        run = self._run(partial, blocks)
+            return run
         run.reduce(partial, arithmetic, lambda lo, hi: arithmetic.finish(partial[lo:hi], out[lo:hi]), out)
         run.gather(out)
-        run.go()
+        return run
 
     def reduce_scatter(self, partial: torch.Tensor, blocks: Sequence[Block], arithmetic: Arithmetic) -> None:
         """Leave block r of `partial`, reduced but not finished, on rank r; the rest is consumed."""
         if self.size > 1:
             run = self._run(partial, blocks)
             run.reduce(partial, arithmetic, _leave, None)
-            run.go()
+            run.finish()
 
     def all_gather(self, out: torch.Tensor, blocks: Sequence[Block]) -> None:
         """Fill `out`, of which each rank has its own block, on all ranks."""
         if self.size > 1:
             run = self._run(out, blocks)
             run.gather(out)
-            run.go()
+            run.finish()
 
-    def _run(self, widest: torch.Tensor, blocks: Sequence[Block]) -> _Run:
+    def _run(self, widest: torch.Tensor, blocks: Sequence[Block], lane: int = 0) -> Run:
         """Segments have as many elements in all steps, so the widest dtype decides."""
         segment = max(1, self._segment_bytes // widest.element_size())
         longest = max(hi - lo for lo, hi in blocks)
-        landing = self._scratch.take(widest.dtype, AHEAD * min(segment, max(longest, 1)), "landing")
-        return _Run(self._channel, segment, blocks, landing.chunk(AHEAD), self._pace)
+        length = min(segment, max(longest, 1))
+        landing = self._scratch.take(widest.dtype, AHEAD * length, f"landing {lane}")
+        return Run(self._channel, segment, blocks, landing.split(length), pace=self._pace, lane=lane)
 
 
 class Pace:
@@ -98,21 +109,22 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = 0.0
+        self._since = 0.0
         self._came = 0
         self.seconds = 0.0
         """For one segment; 0 while unknown."""
 
     def begin(self) -> None:
-        """A ring operation begins; its first segment may have to wait for other ranks, and says nothing."""
+        """An operation begins. Its first segment may have to wait for other ranks, and says nothing."""
         self._came = 0
 
     def came(self) -> None:
-        """One more segment has been taken."""
-        if self._came == 0:
-            self._began = self._clock()
-        elif self._came % MEASURED == 0:
-            self.seconds = (self._clock() - self._began) / self._came
+        """One more segment has come."""
+        if self._came % MEASURED == 0:
+            now = self._clock()
+            if self._came:
+                self.seconds = (now - self._since) / MEASURED
+            self._since = now
         self._came += 1
 
 
@@ -141,8 +153,15 @@ class _Receive:
         self.requests: list[MPI.Request] = []
 
 
-class _Run:
-    """One ring operation: the segments to receive in order, and the sends under way."""
+class Run:
+    """One ring operation: the segments to receive in order, and the sends under way.
+
+    Whoever has planned one asks it to `advance` until it is `complete`.
+
+    Attributes:
+        complete: whether all has come, been used and been sent.
+        first: whether it may use the link as it likes; else an earlier operation goes before it.
+    """
 
     def __init__(
         self,
@@ -150,21 +169,33 @@ class _Run:
         segment: int,
         blocks: Sequence[Block],
         landing: Sequence[torch.Tensor],
+        *,
         pace: Pace,
+        lane: int,
     ) -> None:
         self._channel = channel
         self._segment = segment
         self._blocks = blocks
         self._landing = landing
+        self._pace = pace
+        self._lane = lane
         self._rank, self._size = channel.rank, channel.size
         self._receives: list[Iterator[_Receive]] = []
+        self._upcoming: Iterator[_Receive] | None = None
+        self._next: _Receive | None = None
+        """The receive to post as soon as nothing lies where it lands."""
+        self._posted: deque[_Receive] = deque()
+        self._awaited: set[int] = set()
+        """Places of all segments that receives are posted for."""
         self._outgoing: deque[torch.Tensor] = deque()
         """Segments to send, in order."""
         self._sending: deque[tuple[int, list[MPI.Request]]] = deque()
         """Sends under way, in order, with the address of their data."""
         self._unsent: set[int] = set()
         """Addresses of all segments that MPI has not read to the end."""
-        self._pace = pace
+        self._sent = self._taken = 0
+        self.complete = False
+        self.first = True
 
     def reduce(
         self,
@@ -185,18 +216,35 @@ class _Run:
                 self._send(out[lo:hi])
         self._receives.append(self._gathering(out))
 
-    def go(self) -> None:
-        """Carry out what was planned."""
-        self._pace.begin()
-        posted: deque[_Receive] = deque()
-        for receive in chain.from_iterable(self._receives):
-            while len(posted) == AHEAD or (posted and self._busy(receive, posted)):
-                self._take(posted)
-            self._post(receive)
-            posted.append(receive)
-        while posted:
-            self._take(posted)
-        self._until(lambda: not self._unsent)
+    def advance(self) -> bool:
+        """Do what can be done without waiting; says whether that was anything but sending."""
+        if self._upcoming is None:
+            self._pace.begin()
+            self._upcoming = chain.from_iterable(self._receives)
+            self._next = next(self._upcoming, None)
+        self._sweep()
+        self._push()
+        self._post()
+        taken = self._taken
+        while self._posted and MPI.Request.Testall(self._posted[0].requests):
+            self._take(self._posted.popleft())
+        self.complete = not (self._posted or self._next or self._unsent)
+        return self.complete or self._taken > taken
+
+    def finish(self) -> None:
+        """Wait for its end. The right neighbour asks for segments in the order in which they are
+        sent, and whether it asks depends on earlier ones only, so this comes to an end."""
+        self.advance()
+        while not self.complete:
+            self._channel.until(self.advance, expected=self.rest())
+
+    def rest(self) -> float:
+        """Seconds in which several segments will have come, while the link is busy; 0 if unknown.
+
+        Ranks send as fast as they receive, so what was sent beyond what has come is on its way.
+        """
+        on_its_way = self._sent - self._taken
+        return self._pace.seconds * max(1, min(BATCH, len(self._posted), on_its_way // 2))
 
     def _reducing(
         self,
@@ -230,58 +278,51 @@ class _Run:
         lo, hi = self._blocks[block % self._size]
         return ranges(lo, hi, self._segment)
 
-    def _busy(self, receive: _Receive, posted: Iterable[_Receive]) -> bool:
+    def _post(self) -> None:
+        """Post receives as far ahead as may be."""
+        while self._next is not None and len(self._posted) < AHEAD and not self._busy(self._next):
+            self._next.requests = self._channel.receive(
+                self._next.target, (self._rank - 1) % self._size, self._lane
+            )
+            self._posted.append(self._next)
+            self._awaited.add(self._next.place)
+            assert self._upcoming is not None
+            self._next = next(self._upcoming, None)
+
+    def _busy(self, receive: _Receive) -> bool:
         """Whether what lies where a segment would land is still needed: a complete segment replaces the
         partial one, which may be worked on, and one sent in the first half, which may not be on its way."""
         place, address = receive.place, receive.target.data_ptr()
-        return address in self._unsent or any(other.place == place for other in posted)
+        return address in self._unsent or place in self._awaited
 
-    def _post(self, receive: _Receive) -> None:
-        address = receive.target.data_ptr()
-        self._until(lambda: address not in self._unsent)
-        receive.requests = self._channel.receive(receive.target, (self._rank - 1) % self._size)
-
-    def _take(self, posted: deque[_Receive]) -> None:
-        """Use the oldest segment that is to come, when it has come."""
-        requests = posted[0].requests
-        if not MPI.Request.Testall(requests):
-            self._until(lambda: MPI.Request.Testall(requests), expected=self._until_several(len(posted)))
+    def _take(self, receive: _Receive) -> None:
+        """Use a segment that has come."""
         self._pace.came()
-        passed = posted.popleft().then()
+        self._taken += 1
+        self._awaited.discard(receive.place)
+        passed = receive.then()
         if passed is not None:
             self._send(passed)
         self._push()
-
-    def _until_several(self, posted: int) -> float:
-        """Seconds in which several segments will have come, while the sends under way last."""
-        sending = len(self._sending) + len(self._outgoing)
-        return self._pace.seconds * max(1, min(BATCH, posted, sending))
+        self._post()
 
     def _send(self, segment: torch.Tensor) -> None:
         self._outgoing.append(segment)
         self._unsent.add(segment.data_ptr())
 
-    def _until(self, test: Callable[[], bool], *, expected: float = 0.0) -> None:
-        """Wait for `test()`, and keep sending meanwhile. The right neighbour asks for segments in the order
-        in which they are sent, and whether it asks depends on earlier ones only, so this comes to an end."""
-
-        def sent_and_test() -> bool:
+    def _push(self) -> None:
+        """Begin the next sends as far as earlier ones are complete."""
+        if self._outgoing and len(self._sending) >= AHEAD:
             self._sweep()
-            self._push()
-            return test()
-
-        self._channel.until(sent_and_test, expected=expected)
+        while (
+            self._outgoing and len(self._sending) < AHEAD and (self.first or self._sent < self._taken + BATCH)
+        ):
+            segment = self._outgoing.popleft()
+            requests = self._channel.send(segment, (self._rank + 1) % self._size, self._lane)
+            self._sending.append((segment.data_ptr(), requests))
+            self._sent += 1
 
     def _sweep(self) -> None:
         """Forget sends that are complete."""
         while self._sending and MPI.Request.Testall(self._sending[0][1]):
             self._unsent.discard(self._sending.popleft()[0])
-
-    def _push(self) -> None:
-        """Begin the next sends as far as earlier ones are complete."""
-        if self._outgoing and len(self._sending) >= AHEAD:
-            self._sweep()
-        while self._outgoing and len(self._sending) < AHEAD:
-            segment = self._outgoing.popleft()
-            requests = self._channel.send(segment, (self._rank + 1) % self._size)
-            self._sending.append((segment.data_ptr(), requests))

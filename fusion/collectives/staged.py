@@ -52,7 +52,9 @@ class Staged:
                 response.parts, job.entries, inputs, job.outputs, strict=True
             )
         ]
-        self._host.execute(response, entries)
+        work = self._host.execute(response, entries)
+        if work is not None:
+            self._waiter.until(work.done)
         for index, (part, entry) in enumerate(zip(response.parts, entries, strict=True)):
             self._bring_back(job, index, entry.outputs[part.index], entry.outputs[len(part.request.shapes) :])
 

@@ -99,12 +99,13 @@ class Config(Struct, frozen=True, kw_only=True):
     ring_segment_kb: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             le=1 << 20,
-            description="Size of one message of the ring between nodes.",
+            description="Size of one message of the ring between nodes; "
+            "0 for what MPI sends at once, at most 120.",
             extra={"unit": "KiB"},
         ),
-    ] = 60
+    ] = 0
     autotune: Annotated[
         Literal["off", "on"],
         Meta(description="Whether keys that were left alone are tuned while the program runs."),

@@ -25,6 +25,8 @@ class DeviceWork:
         finished: called when it is complete, with how many seconds it took since it was launched.
     """
 
+    early = True
+
     def __init__(
         self,
         device: Device,
@@ -55,6 +57,10 @@ class DeviceWork:
             self._checked = now
             self._check()
         return False
+
+    def rest(self) -> float:
+        """Nothing says how long a device will take."""
+        return 0.0
 
     def abandon(self) -> None:
         """Nobody will ask again: let the allocator wait for the device, and let go of what was kept."""

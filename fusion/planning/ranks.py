@@ -7,7 +7,6 @@ standard output, which mpirun brings home from whatever host rank 0 is on.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from coordinator.errors import FusionError
+from fusion import mpi_settings
 from fusion.planning.costs import Costs
 from fusion.planning.workload import PlanError, Workload
 
@@ -51,7 +51,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def main(text: str) -> None:
     """Measure on this rank, in step with the others."""
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    mpi_settings.ask()
     spec = msgspec.json.decode(text, type=Spec)
     from mpi4py import MPI
 

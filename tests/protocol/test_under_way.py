@@ -24,6 +24,8 @@ SETTINGS = Settings(1 << 20, 1e-3, 64, 60.0, 0.0)
 class Slow:
     """A response that a device is done with when told."""
 
+    early = True
+
     def __init__(self) -> None:
         self.finished = False
         self.joined: list[str] = []
@@ -38,8 +40,17 @@ class Slow:
             raise self.error
         return self.finished
 
+    def rest(self) -> float:
+        return 0.0
+
     def abandon(self) -> None:
         self.abandoned = True
+
+
+def complete(under_way: UnderWay, now: float) -> None:
+    for entries, _ in under_way.poll(now):
+        for entry in entries:
+            entry.complete()
 
 
 def made(name: str = "t", output: object = "output") -> Entry:
@@ -62,7 +73,8 @@ def test_a_handle_is_done_and_calls_back_when_the_device_is() -> None:
     under_way.add(0.0, ("t",), [entry], work)
     assert not under_way.poll(1.0) and not called
     work.finished = True
-    assert under_way.poll(2.0) and entry.handle.done() and called == [entry.handle]
+    complete(under_way, 2.0)
+    assert entry.handle.done() and called == [entry.handle]
     assert entry.handle.result() == "output" and not work.joined and not under_way
 
 
@@ -87,7 +99,7 @@ def test_works_complete_in_the_order_of_their_launch() -> None:
     second.finished = True
     assert not under_way.poll(1.0)
     first.finished = True
-    assert under_way.poll(1.0) and all(entry.handle.done() for entry in entries)
+    assert [finished for finished, _ in under_way.poll(1.0)] == [[entry] for entry in entries]
 
 
 def test_polls_come_further_apart_the_longer_the_device_works() -> None:
@@ -107,9 +119,9 @@ def test_a_device_that_does_not_finish_is_warned_about_once_and_then_ends_the_ru
         for now in (5.0, 11.0, 12.0):
             under_way.poll(now)
     assert [record.getMessage() for record in caplog.records] == [
-        "the device has worked on 'a' and 1 more for 11 s"
+        "'a' and 1 more has been under way for 11 s"
     ]
-    with pytest.raises(StallError, match="'a' and 1 more for 101 s"):
+    with pytest.raises(StallError, match="'a' and 1 more has been under way for 101 s"):
         under_way.poll(101.0)
 
 

@@ -217,7 +217,7 @@ def test_a_job_without_settings_exports_none() -> None:
 def test_yielding_is_left_to_the_user_who_chose() -> None:
     environ = {"OMPI_MCA_mpi_yield_when_idle": "0"}
     words = command(OPEN_MPI, Job(np=1, words=TRAIN), replace(AROUND, environ=environ))
-    assert "mpi_yield_when_idle" not in words
+    assert "mpi_yield_when_idle" not in words and "btl_tcp_eager_limit" in words
 
 
 @pytest.mark.parametrize("verbatim", [True, False])
