@@ -17,7 +17,7 @@ import msgspec
 import torch
 from mpi4py import MPI
 
-from coordinator.executor import Entry
+from coordinator.executor import Entry, Work
 from coordinator.handle import Bell, Handle
 from coordinator.messages import ANY, OpKind, Part, ReduceOp, Request, Response
 from coordinator.recorder import PHASES
@@ -159,6 +159,10 @@ class Plane:
         made = entry(self._request(kind, tensor, **options), tensor, output, extra)
         self.execute([made])
         return made.outputs
+
+    def begin(self, entries: Sequence[Entry]) -> Work | None:
+        """Begin a response of tensors in host memory; what is then under way, if anything."""
+        return self.host.execute(self.response_of(entries), entries)
 
     def execute(self, entries: Sequence[Entry], response: Response | None = None) -> None:
         """Run entries as one response, to its end; `response` is what they were before."""

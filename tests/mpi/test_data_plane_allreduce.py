@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import fusion.channel
 import fusion.cuda_executor
 import fusion.executor
 from coordinator.messages import ITEM_SIZE, OpKind, ReduceOp, Region, Request
-from fusion.dtypes import to_torch
+from fusion.dtypes import name_of, to_torch
 from fusion.executor import CpuExecutor
 from tests.mpi.plane import EVERYWHERE, Plane, Settings, assert_same_bits, draw, entry
 from tests.ranks import ranks
@@ -248,6 +249,45 @@ def test_a_bucket_in_an_arena_is_reduced_where_it_lies(plane: Plane, dtype: torc
     torch.testing.assert_close(bucket.cpu(), once * plane.size, rtol=2e-2, atol=1e-4)
     assert (guard == 7).all()
     assert_same_bits(bucket)
+
+
+@ranks(2, 3, 4)
+def test_responses_that_are_under_way_together_do_not_disturb_one_another(plane: Plane) -> None:
+    """Large and small ones, in buffers and in place, begun by ranks that are out of step."""
+    if plane.on_device:
+        pytest.skip("a device has an order of its own")
+    arena = plane.one(OpKind.ARENA, torch.empty(4 * 30_000, dtype=torch.uint8))[0]
+    bucket = arena.tensor(0, (30_000,), "float32")
+    in_place = Request("b", OpKind.ALLREDUCE, ("float32",), ((30_000,),), region=Region(arena.number, 0))
+    dtypes = (torch.float32, torch.bfloat16, torch.int64)
+    for seed in range(3):
+        tensors, works = [], []
+        for index, count in enumerate([50_000, 3, 20_000, 0, 70_000, 1, 30_000, 9]):
+            tensor = draw(plane.rank, count, dtype=dtypes[index % 3], seed=seed)
+            request = Request(f"t{index}", OpKind.ALLREDUCE, (name_of(tensor.dtype),), ((count,),))
+            if index == 6:
+                request, tensor = in_place, bucket.copy_(tensor)
+            time.sleep(0.002 * ((plane.rank + index) % 2))
+            tensors.append(tensor)
+            works.append(plane.begin([entry(request, tensor, tensor)]))
+        for work in filter(None, works):
+            plane.waiter.until(work.done)
+        for tensor in tensors:
+            total = everyones(plane, len(tensor), dtype=tensor.dtype, seed=seed).double().sum(0)
+            torch.testing.assert_close(tensor.double(), total, rtol=2e-2, atol=1e-1)
+            assert_same_bits(tensor)
+
+
+@ranks(2)
+def test_what_cannot_be_left_under_way_waits_for_what_is(plane: Plane) -> None:
+    if plane.on_device:
+        pytest.skip("a device has an order of its own")
+    tensor = torch.full((60_000,), 1.0 + plane.rank)
+    request = Request("t", OpKind.ALLREDUCE, ("float32",), ((60_000,),))
+    work = plane.begin([entry(request, tensor, tensor)])
+    (gathered,) = plane.one(OpKind.ALLGATHER, torch.full((2, 1), float(plane.rank)))
+    assert work is None or work.done()
+    assert tensor.eq(3.0).all() and gathered.flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
 @ranks(2)
