@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from coordinator.coordinator import JOIN
@@ -335,6 +334,8 @@ def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]
     Raises:
         FusionError: rank 0 cannot do what its settings ask for; on every rank.
     """
+    from fusion.choices import choose_settings
+
     config = loaded.config
     refusal = _tuning_check(config) if comm.rank == 0 else None
     mine = (config, loaded.pinned, refusal)
@@ -344,18 +345,7 @@ def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]
     if agreed != config:
         differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
         logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
-    if not agreed.ring_segment_kb:
-        agreed = msgspec.structs.replace(agreed, ring_segment_kb=_segment_kb(comm))
-    return agreed, pinned
-
-
-def _segment_kb(comm: MPI.Intracomm) -> int:
-    """What every rank's MPI sends at once; ranks may have started theirs differently."""
-    from mpi4py import MPI
-
-    open_mpi = MPI.get_vendor()[0] == "Open MPI"
-    mine = mpi_settings.segment_kb(os.environ, open_mpi=open_mpi)
-    return int(comm.allreduce(mine, op=MPI.MIN))
+    return choose_settings(comm, agreed), pinned
 
 
 def _tuning_check(config: Config) -> str | None:

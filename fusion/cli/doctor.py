@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.errors import ConfigError
+from fusion.choices import CROWDED_CHUNK_KB
 from fusion.cli.launch import Job, Launcher, LaunchError, command, find_launcher, local_cores, surroundings
 from fusion.cli.processes import kill_descendants
 from fusion.config import Config, load
@@ -284,7 +285,7 @@ def check_shared_memory(findings: Findings) -> Check:
     if free is None:
         return Check("shared memory", "missing", f"no {_SHARED_MEMORY}", "mount a tmpfs there", required=True)
     config = findings.config if isinstance(findings.config, Config) else Config()
-    chunks = 2 * config.chunk_kb * 1024
+    chunks = 2 * (config.chunk_kb or CROWDED_CHUNK_KB) * 1024
     fused = chunks + config.fusion_threshold_mb * _MIB
     found = f"{free / _MIB:,.0f} MiB free in {_SHARED_MEMORY}, {fused / _MIB:,.0f} MiB a rank may be wanted"
     if free < 2 * chunks:

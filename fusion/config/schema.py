@@ -90,12 +90,13 @@ class Config(Struct, frozen=True, kw_only=True):
     chunk_kb: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=0,
             le=1 << 20,
-            description="Piece of a buffer that is packed, summed and unpacked at once inside a node.",
+            description="Piece of a buffer that is packed, summed and unpacked at once inside a node; "
+            "0 for 1024, or 2048 where ranks share cores.",
             extra={"unit": "KiB"},
         ),
-    ] = 1024
+    ] = 0
     ring_segment_kb: Annotated[
         int,
         Meta(

@@ -69,7 +69,7 @@ def test_the_environment_names_the_file_when_no_base_is_given(tmp_path: Path) ->
 def test_a_base_that_is_given_takes_the_place_of_the_file_in_the_environment(tmp_path: Path) -> None:
     path = _yaml(tmp_path, "chunk_kb: 7\n")
     loaded = load({"cycle_time_ms": 2}, environ={"FUSION_CONFIG": str(path)})
-    assert (loaded.config.chunk_kb, loaded.config.cycle_time_ms) == (1024, 2)
+    assert (loaded.config.chunk_kb, loaded.config.cycle_time_ms) == (0, 2)
 
 
 def test_the_environment_beats_a_mapping() -> None:

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.messages import OpKind, Part, Region, Request, Response
@@ -66,8 +67,13 @@ def cost(knobs: Knobs) -> float:
 def make(tmp_path: Path, **settings: object) -> tuple[OnlineTuner, Space, Path]:
     path = tmp_path / "tuned.yaml"
     loaded = load(settings, environ={}, autotune="on", autotune_file=path, autotune_log=tmp_path / "log.csv")
-    space = space_of(loaded.config, loaded.pinned, TWO_NODES)
-    return OnlineTuner(space, loaded.config, loaded.pinned), space, path
+    chosen = {
+        "chunk_kb": loaded.config.chunk_kb or 1024,
+        "ring_segment_kb": loaded.config.ring_segment_kb or 60,
+    }
+    config = msgspec.structs.replace(loaded.config, **chosen)
+    space = space_of(config, loaded.pinned, TWO_NODES)
+    return OnlineTuner(space, config, loaded.pinned), space, path
 
 
 def test_it_finds_better_settings_ends_with_them_and_writes_them(tmp_path: Path) -> None:

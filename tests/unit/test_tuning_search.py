@@ -16,7 +16,7 @@ from fusion.config import Config
 from fusion.tuning.search import Search
 from fusion.tuning.space import Space, space_of
 
-SPACE = space_of(Config(ring_segment_kb=60), (), [(0, 1), (2, 3)])
+SPACE = space_of(Config(chunk_kb=1024, ring_segment_kb=60), (), [(0, 1), (2, 3)])
 SAMPLES = 40
 
 Cost = Callable[[Knobs], float]
@@ -103,7 +103,7 @@ def test_a_single_lucky_measurement_does_not_win() -> None:
 
 
 def test_a_small_space_is_measured_through_and_then_over() -> None:
-    space = space_of(Config(ring_segment_kb=60), (), [(0, 1), (2, 3), (4, 5)])
+    space = space_of(Config(chunk_kb=1024, ring_segment_kb=60), (), [(0, 1), (2, 3), (4, 5)])
     assert set(space.choices) == {"ring_segment_kb"}
     search = run(space, lambda knobs: abs(knobs.ring_segment_kb - 240))
     assert search.best[0].ring_segment_kb == 240
