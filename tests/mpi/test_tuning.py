@@ -144,6 +144,7 @@ def test_a_rank_that_leaves_during_tuning_is_named_and_what_was_found_is_kept(tm
 def test_process_sets_work_beside_tuning_and_keep_the_settings_they_began_with(tmp_path: Path) -> None:
     folder = shared_path(tmp_path)
     hvd.init(autotune="on", autotune_samples=6, autotune_log=folder / "t.csv")
+    begun = runtime.current().config
     pair = hvd.add_process_set([0, 2])
     for step in range(8):
         assert len(train(6)) == 1
@@ -152,7 +153,7 @@ def test_process_sets_work_beside_tuning_and_keep_the_settings_they_began_with(t
             assert total.tolist() == [2.0 + 2 * step] * 5
     if pair.included():
         group = runtime.current().group(pair.process_set_id)
-        assert group.executor._means.node.chunk_bytes == Config().chunk_kb * 1024
+        assert group.executor._means.node.chunk_bytes == begun.chunk_kb * 1024
     hvd.remove_process_set(pair)
     hvd.shutdown()
     if MPI.COMM_WORLD.rank == 0:
@@ -211,7 +212,9 @@ def test_every_setting_of_the_search_gives_the_same_bits_in_the_same_memory(arra
     nodes: dict[int, list[int]] = {}
     for rank in range(world.size):
         nodes.setdefault(ARRANGEMENTS[arrangement](rank), []).append(rank)
-    space = space_of(Config(fusion_threshold_mb=4.0), (), list(nodes.values()))
+    space = space_of(
+        Config(fusion_threshold_mb=4.0, chunk_kb=1024, ring_segment_kb=60), (), list(nodes.values())
+    )
     small = msgspec.structs.replace(space, choices={**space.choices, **_smaller(space)})
     plane = Plane(arrangement, small.start, small)
     before = _memory(plane)
