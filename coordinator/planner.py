@@ -14,7 +14,9 @@ import numpy as np
 from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
 from coordinator.registry import Registry, Slots
 
-_MOST_PLANS = 1024
+_MOST_PLANNED = 1 << 18
+"""Slots of all kept plans together. Where a cycle cuts a burst differs from step to step, so a step of
+thousands of tensors makes new plans all the time."""
 
 
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
@@ -33,8 +35,8 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     buckets: list[_Bucket] = []
     filling: dict[tuple[Any, ...], _Bucket] = {}
     for request in requests:
-        for index, dtype in enumerate(request.dtypes):
-            part = Part(request, index)
+        for part in request.parts:
+            dtype = part.dtype
             key = _key(request, dtype)
             bucket = filling.get(key)
             if bucket is None or not _fits(part, bucket, threshold):
@@ -46,7 +48,9 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
 
 
 class PlanCache:
-    """The responses for agreed sets of slots that were met before. Cycle thread only.
+    """The responses for agreed sets of slots that were met before, the least recently used dropped first.
+
+    Cycle thread only.
 
     Args:
         registry: says which requests the slots are.
@@ -57,19 +61,25 @@ class PlanCache:
         self._registry = registry
         self._threshold = threshold
         self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
+        self._planned = 0
         self._version = 0
 
     def get(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
         """What to run for an agreed set, and the set once more."""
         if self._registry.version != self._version:
             self._plans.clear()
+            self._planned = 0
             self._version = self._registry.version
-        plan = self._plans.get(ready)
+        plan = self._plans.pop(ready, None)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
             responses = fuse(map(self._registry.request, ready), self._threshold)
-            plan = self._plans[ready] = responses, np.array(ready)
+            plan = responses, np.array(ready)
+            self._planned += len(ready)
+        self._plans[ready] = plan
+        while self._planned > _MOST_PLANNED and len(self._plans) > 1:
+            oldest = next(iter(self._plans))
+            self._planned -= len(oldest)
+            del self._plans[oldest]
         return plan
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from coordinator import planner
 from coordinator.messages import OpKind, ReduceOp, Request
-from coordinator.planner import fuse
+from coordinator.planner import PlanCache, fuse
+from coordinator.registry import Registry
 
 
 def request(name: str, count: int = 4, dtype: str = "float32", **options: object) -> Request:
@@ -71,3 +75,35 @@ def test_a_request_with_a_codec_is_a_bucket_by_itself_however_large() -> None:
         [("b", 0)],
         [("c", 0)],
     ]
+
+
+@pytest.fixture
+def plans() -> PlanCache:
+    registry = Registry(100)
+    for name in "abcdef":
+        registry.add(request(name))
+    return PlanCache(registry, 1 << 20)
+
+
+def test_a_set_that_comes_again_has_the_same_plan(plans: PlanCache) -> None:
+    responses, _ = plans.get((0, 1, 2))
+    assert plans.get((3,))[0][0].names == ("d",)
+    assert plans.get((0, 1, 2))[0] is responses
+
+
+def test_plans_of_many_slots_are_dropped_least_recently_used_first(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MOST_PLANNED", 5)
+    first, second = plans.get((0, 1))[0], plans.get((2, 3))[0]
+    assert plans.get((0, 1))[0] is first
+    plans.get((4, 5))
+    assert plans.get((0, 1))[0] is first
+    assert plans.get((2, 3))[0] is not second
+
+
+def test_a_plan_larger_than_all_that_is_kept_is_made(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MOST_PLANNED", 2)
+    assert plans.get((0, 1, 2))[0][0].names == ("a", "b", "c")
