@@ -1,11 +1,11 @@
-"""All-reduce over several nodes: combine inside each node, ring between nodes, spread inside each.
+"""All-reduce over several nodes: combine inside each node, then between nodes, spread inside each.
 
 Every local rank that exists on all nodes owns a slice of each chunk. It sums
-its slices of all halves of its node into its vector, rings the vector with the
-same local rank of the other nodes, and every rank of the node unpacks from the
+its slices of all halves of its node into its vector, reduces the vector with the
+same local rank of the other nodes (`between.py`), and every rank of the node unpacks from the
 owners' vectors. So no leader, and all links of a node are used; nodes may have
 different numbers of ranks. With a node of one (`NodeBuffer.private`) and the
-channel of all ranks this is the flat ring.
+channel of all ranks no ranks are combined first.
 
 A response goes in pieces of a fusion buffer. Cost for S bytes on N nodes with k
 owners each: a rank sends and receives 2 S/k (N-1)/N bytes; one barrier a chunk
@@ -19,9 +19,9 @@ import torch
 
 from fusion.arithmetic import Arithmetic
 from fusion.channel import Channel
+from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ALIGN, NodeBuffer, ranges, slices
-from fusion.collectives.ring import Ring
 from fusion.collectives.shared import MOST_KEPT
 from fusion.packing import Layout, Span, Window
 
@@ -37,8 +37,8 @@ class HierarchicalAllreduce:
 
     Args:
         means: for arithmetic, scratch memory and reporting.
-        node: the ranks that combine before the ring.
-        cross: the ranks of the ring, unless this rank owns no slice.
+        node: the ranks that combine first.
+        cross: the ranks between which the rest is done, unless this rank owns no slice.
         owners: how many ranks of every node own slices.
     """
 
@@ -47,7 +47,7 @@ class HierarchicalAllreduce:
         self._node = node
         self._owners = owners
         self._owns = node.rank < owners
-        self._ring = Ring(cross, means.segment_bytes)
+        self._between = Between(cross, means.segment_bytes)
 
     def __call__(self, job: Job) -> None:
         layout = job.layout
@@ -64,7 +64,7 @@ class HierarchicalAllreduce:
             nbytes = (hi - lo) * layout.itemsize
             with self._means.phase("reduce", piece.names, nbytes):
                 if self._owns and len(partial):
-                    self._ring.all_reduce(partial, piece.vector, arithmetic)
+                    self._between.all_reduce(partial, piece.vector, arithmetic)
                 self._node.barrier()
             with self._means.phase("unpack", piece.names, nbytes):
                 piece.unpacking.unpack(job.tensors)

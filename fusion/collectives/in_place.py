@@ -2,7 +2,7 @@
 
 Each rank owns a slice of the bucket. It sums its slice of all buckets of the
 node, in rank order, into its own, and writes the result to the others; a
-barrier at each end. Over several nodes the owners ring their slices in between.
+barrier at each end. Over several nodes the owners reduce their slices in between (`between.py`).
 
 Cost for S bytes on n ranks of a node: no message inside it; 2 barriers; each
 rank reads S and writes S in all. Between N nodes with k owners each: 2 S/k
@@ -17,9 +17,9 @@ import torch
 
 from fusion.arena import view
 from fusion.arithmetic import Arithmetic
+from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ranges, slices
-from fusion.collectives.ring import Ring
 
 
 class InPlaceAllreduce:
@@ -29,7 +29,7 @@ class InPlaceAllreduce:
         self._means = means
         self._node = means.node
         self._owners = means.topology.slices
-        self._ring = Ring(means.cross, means.segment_bytes)
+        self._between = Between(means.cross, means.segment_bytes)
 
     def __call__(self, job: Job) -> None:
         arithmetic = self._means.arithmetic(job.response)
@@ -63,23 +63,23 @@ class InPlaceAllreduce:
     def _reduce_slice(
         self, buckets: Sequence[torch.Tensor], lo: int, hi: int, arithmetic: Arithmetic
     ) -> None:
-        if self._ring.size == 1:
+        if self._between.size == 1:
             for begin, end in ranges(lo, hi, self._chunk(buckets)):
                 pieces = [bucket[begin:end] for bucket in buckets]
                 arithmetic.reduce(pieces, pieces[self._node.rank])
                 self._spread(pieces)
             return
         for begin, end in ranges(lo, hi, max(1, self._means.buffer_bytes // buckets[0].element_size())):
-            self._ring_piece([bucket[begin:end] for bucket in buckets], arithmetic)
+            self._cross_piece([bucket[begin:end] for bucket in buckets], arithmetic)
 
-    def _ring_piece(self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic) -> None:
+    def _cross_piece(self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic) -> None:
         mine = pieces[self._node.rank]
         partial = mine
         if arithmetic.widens:
             partial = self._means.scratch.take(arithmetic.accumulator, len(mine), "partial")
         for begin, end in ranges(0, len(mine), self._chunk(pieces)):
             arithmetic.accumulate([piece[begin:end] for piece in pieces], partial[begin:end])
-        self._ring.all_reduce(partial, mine, arithmetic)
+        self._between.all_reduce(partial, mine, arithmetic)
         self._spread(pieces)
 
     def _spread(self, pieces: Sequence[torch.Tensor]) -> None:
