@@ -10,8 +10,8 @@ SHORT_BYTES = 32 * 1024
 """Payloads between nodes up to this long go by recursive doubling.
 
 Measured between two hosts on 1 Gbit/s, 2 to 4 ranks: up to here it takes a quarter to all of the ring's
-time; from twice as much on, the ring wins at 4 ranks (docs/performance.md). It is no setting: no setting that
-may be tuned changes the order of a sum."""
+time; with 4 ranks the ring has caught up at twice as much and wins at four times (docs/performance.md). It is
+no setting: no setting that may be tuned changes the order of a sum."""
 
 
 class Algorithm(Enum):
