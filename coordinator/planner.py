@@ -6,7 +6,9 @@ gets the same responses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ import numpy as np
 from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
 from coordinator.registry import Registry, Slots
 
+BLOCK = 1024
+"""A larger set is planned in blocks of slots. Where a cycle cuts a burst of thousands of tensors differs from
+step to step, so that the sets hardly ever recur; of the blocks, all but those at the cut do."""
 _MOST_PLANNED = 1 << 18
-"""Slots of all kept plans together. Where a cycle cuts a burst differs from step to step, so a step of
-thousands of tensors makes new plans all the time."""
+"""Slots of all kept plans together."""
 
 
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
@@ -47,6 +51,12 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     return tuple(bucket.response() for bucket in buckets)
 
 
+def blocks(ready: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Cut ascending slots at the multiples of `BLOCK`."""
+    cuts = [bisect_left(ready, edge) for edge in range(BLOCK, ready[-1] + 1, BLOCK)]
+    return [ready[a:b] for a, b in pairwise([0, *cuts, len(ready)]) if a < b]
+
+
 class PlanCache:
     """The responses for agreed sets of slots that were met before, the least recently used dropped first.
 
@@ -70,6 +80,12 @@ class PlanCache:
             self._plans.clear()
             self._planned = 0
             self._version = self._registry.version
+        if len(ready) <= BLOCK:
+            return self._plan(ready)
+        plans = [self._plan(run) for run in blocks(ready)]
+        return tuple(chain.from_iterable(responses for responses, _ in plans)), np.array(ready)
+
+    def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
         plan = self._plans.pop(ready, None)
         if plan is None:
             responses = fuse(map(self._registry.request, ready), self._threshold)

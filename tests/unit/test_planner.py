@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator import planner
 from coordinator.messages import OpKind, ReduceOp, Request
-from coordinator.planner import PlanCache, fuse
+from coordinator.planner import PlanCache, blocks, fuse
 from coordinator.registry import Registry
 
 
@@ -107,3 +109,24 @@ def test_a_plan_larger_than_all_that_is_kept_is_made(
 ) -> None:
     monkeypatch.setattr(planner, "_MOST_PLANNED", 2)
     assert plans.get((0, 1, 2))[0][0].names == ("a", "b", "c")
+
+
+def test_a_large_set_is_planned_in_blocks_that_recur_wherever_it_is_cut(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "BLOCK", 2)
+    responses, slots = plans.get((0, 1, 2, 3, 5))
+    assert [response.names for response in responses] == [("a", "b"), ("c", "d"), ("f",)]
+    assert slots.tolist() == [0, 1, 2, 3, 5]
+    again, _ = plans.get((1, 2, 3, 4))
+    assert [response.names for response in again] == [("b",), ("c", "d"), ("e",)]
+    assert again[1] is responses[1]
+
+
+@given(st.sets(st.integers(0, 5 * planner.BLOCK), min_size=1))
+def test_blocks_are_the_set_in_order_cut_at_fixed_slots(ready: set[int]) -> None:
+    found = blocks(tuple(sorted(ready)))
+    assert [slot for run in found for slot in run] == sorted(ready)
+    numbers = [{slot // planner.BLOCK for slot in run} for run in found]
+    assert all(len(number) == 1 for number in numbers)
+    assert len(set.union(*numbers)) == len(found)
