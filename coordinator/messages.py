@@ -102,6 +102,11 @@ class Request(msgspec.Struct, frozen=True, dict=True):
             for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
         )
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Its tensors; made once, however many plans the request is in."""
+        return tuple(Part(self, index) for index in range(len(self.dtypes)))
+
     def encode(self) -> bytes:
         """The same bytes for equal requests, on every rank and in every run."""
         return _ENCODER.encode(self)
@@ -110,7 +115,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, dict=True):
     """One tensor of one request: a group may be spread over several responses."""
 
     request: Request
@@ -124,12 +129,12 @@ class Part(msgspec.Struct, frozen=True):
     def shape(self) -> tuple[int, ...]:
         return self.request.shapes[self.index]
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements; free dimensions count as one."""
-        return prod(abs(dim) for dim in self.shape)
+        return prod(map(abs, self.shape))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.count * ITEM_SIZE[self.dtype]
 

@@ -6,7 +6,9 @@ gets the same responses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,11 @@ import numpy as np
 from coordinator.messages import OpKind, Part, ReduceOp, Request, Response
 from coordinator.registry import Registry, Slots
 
-_MOST_PLANS = 1024
+BLOCK = 1024
+"""A larger set is planned in blocks of slots. Where a cycle cuts a burst of thousands of tensors differs from
+step to step, so that the sets hardly ever recur; of the blocks, all but those at the cut do."""
+_MOST_PLANNED = 1 << 18
+"""Slots of all kept plans together."""
 
 
 def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
@@ -33,8 +39,8 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     buckets: list[_Bucket] = []
     filling: dict[tuple[Any, ...], _Bucket] = {}
     for request in requests:
-        for index, dtype in enumerate(request.dtypes):
-            part = Part(request, index)
+        for part in request.parts:
+            dtype = part.dtype
             key = _key(request, dtype)
             bucket = filling.get(key)
             if bucket is None or not _fits(part, bucket, threshold):
@@ -45,8 +51,16 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
     return tuple(bucket.response() for bucket in buckets)
 
 
+def blocks(ready: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Cut ascending slots at the multiples of `BLOCK`."""
+    cuts = [bisect_left(ready, edge) for edge in range(BLOCK, ready[-1] + 1, BLOCK)]
+    return [ready[a:b] for a, b in pairwise([0, *cuts, len(ready)]) if a < b]
+
+
 class PlanCache:
-    """The responses for agreed sets of slots that were met before. Cycle thread only.
+    """The responses for agreed sets of slots that were met before, the least recently used dropped first.
+
+    Cycle thread only.
 
     Args:
         registry: says which requests the slots are.
@@ -57,19 +71,31 @@ class PlanCache:
         self._registry = registry
         self._threshold = threshold
         self._plans: dict[tuple[int, ...], tuple[tuple[Response, ...], Slots]] = {}
+        self._planned = 0
         self._version = 0
 
     def get(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
         """What to run for an agreed set, and the set once more."""
         if self._registry.version != self._version:
             self._plans.clear()
+            self._planned = 0
             self._version = self._registry.version
-        plan = self._plans.get(ready)
+        if len(ready) <= BLOCK:
+            return self._plan(ready)
+        plans = [self._plan(run) for run in blocks(ready)]
+        return tuple(chain.from_iterable(responses for responses, _ in plans)), np.array(ready)
+
+    def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:
+        plan = self._plans.pop(ready, None)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
             responses = fuse(map(self._registry.request, ready), self._threshold)
-            plan = self._plans[ready] = responses, np.array(ready)
+            plan = responses, np.array(ready)
+            self._planned += len(ready)
+        self._plans[ready] = plan
+        while self._planned > _MOST_PLANNED and len(self._plans) > 1:
+            oldest = next(iter(self._plans))
+            self._planned -= len(oldest)
+            del self._plans[oldest]
         return plan
 
 

@@ -12,9 +12,10 @@ the outputs once, and respects strides.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
@@ -60,22 +61,45 @@ class Layout:
         self.total = self.ends[-1]
         self.kept: dict[Any, Any] = {}
 
-    def pieces(self, lo: int, hi: int) -> Iterator[Piece]:
+    def pieces(self, lo: int, hi: int) -> list[Piece]:
         """The pieces of parts that fill elements [lo, hi); parts with no elements have none."""
-        part = bisect_right(self.ends, lo)
-        at = lo
-        while at < hi:
-            begin = self.ends[part] - self.counts[part]
-            stop = min(self.ends[part], hi)
-            if stop > at:
-                yield Piece(part, at - begin, stop - begin, at - lo, stop - at == self.counts[part])
-            at = stop
-            part += 1
+        if lo >= hi:
+            return []
+        first, last = self._first_and_last(lo, hi)
+        if first == last:
+            return [self._cut(first, lo, hi)]
+        inner = slice(first + 1, last)  # Whole for certain, which matters when there are thousands.
+        return [
+            self._cut(first, lo, hi),
+            *(
+                Piece(part, 0, count, end - count - lo, whole=True)
+                for part, count, end in zip(
+                    range(first + 1, last), self.counts[inner], self.ends[inner], strict=True
+                )
+                if count
+            ),
+            self._cut(last, lo, hi),
+        ]
 
     def names(self, lo: int, hi: int) -> tuple[str, ...]:
         """Names of the requests with elements in [lo, hi)."""
-        parts = self.response.parts
-        return tuple(dict.fromkeys(parts[piece.part].request.name for piece in self.pieces(lo, hi)))
+        if lo >= hi:
+            return ()
+        first, last = self._first_and_last(lo, hi)
+        inside = slice(first, last + 1)
+        named = zip(self.response.names[inside], self.counts[inside], strict=True)
+        return tuple(dict.fromkeys(name for name, count in named if count))
+
+    def _first_and_last(self, lo: int, hi: int) -> tuple[int, int]:
+        """The parts with the elements lo and hi - 1."""
+        return bisect_right(self.ends, lo), bisect_left(self.ends, hi)
+
+    def _cut(self, part: int, lo: int, hi: int) -> Piece:
+        """What a part has in [lo, hi)."""
+        count = self.counts[part]
+        begin = self.ends[part] - count
+        start, stop = max(lo - begin, 0), min(hi - begin, count)
+        return Piece(part, start, stop, begin + start - lo, stop - start == count)
 
 
 class Tensors:
@@ -140,19 +164,32 @@ class Window:
     """
 
     def __init__(self, layout: Layout, spans: Sequence[Span]) -> None:
-        self._pieces: list[Piece] = []
-        self._views: list[torch.Tensor] = []
-        for span in spans:
-            pieces = list(layout.pieces(span.lo, span.lo + len(span.memory)))
-            # Pieces lie back to back; one split costs less than half of as many slices.
-            views = span.memory.split([piece.stop - piece.start for piece in pieces]) if pieces else ()
-            for piece, view in zip(pieces, views, strict=True):
-                self._pieces.append(piece)
-                shaped = piece.whole and len(layout.shapes[piece.part]) != 1
-                self._views.append(view.view(layout.shapes[piece.part]) if shaped else view)
-        self._whole = _whole(self._pieces)
-        flat = all(len(layout.shapes[piece.part]) == 1 for piece in self._pieces if piece.whole)
-        self._memory = spans[0].memory if len(spans) == 1 and len(self._pieces) > 1 and flat else None
+        self._layout = layout
+        self._spans = spans
+        pieces = [layout.pieces(span.lo, span.lo + len(span.memory)) for span in spans]
+        self._pieces_of = pieces
+        self._pieces = pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
+        self._whole = _whole(pieces)
+        first = self._pieces[0].part if self._pieces else 0
+        last = self._pieces[-1].part if self._pieces else 0
+        self._flat = all(len(shape) == 1 for shape in layout.shapes[first : last + 1])
+        alone = len(spans) == 1 and len(self._pieces) > 1 and self._flat
+        self._memory = spans[0].memory if alone else None
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        """Of memory, one for each piece, in its shape if it is whole; not needed to pack into `_memory`."""
+        views: list[torch.Tensor] = []
+        for span, pieces in zip(self._spans, self._pieces_of, strict=True):
+            if pieces:  # Pieces lie back to back; one split costs less than half of as many slices.
+                views += span.memory.split([piece.stop - piece.start for piece in pieces])
+        if self._flat:
+            return views
+        shapes = self._layout.shapes
+        return [
+            view.view(shapes[piece.part]) if piece.whole and len(shapes[piece.part]) != 1 else view
+            for piece, view in zip(self._pieces, views, strict=True)
+        ]
 
     def pack(self, tensors: Tensors) -> None:
         """Copy inputs to memory."""
@@ -218,11 +255,16 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _whole(pieces: Sequence[Piece]) -> slice | None:
-    """The parts that the pieces are, if they are consecutive parts and all whole."""
-    if not pieces:
+def _whole(pieces_of: Sequence[Sequence[Piece]]) -> slice | None:
+    """The parts that the pieces of spans are, if they are consecutive parts and all whole."""
+    runs = [(pieces[0], pieces[-1], len(pieces)) for pieces in pieces_of if pieces]
+    if not runs:
         return None
-    first = pieces[0].part
-    if all(piece.whole and piece.part == first + index for index, piece in enumerate(pieces)):
-        return slice(first, first + len(pieces))
-    return None
+    begin = at = runs[0][0].part
+    for first, last, number in runs:
+        # What lies between the first and the last piece of a span is whole; if parts without elements lie
+        # there too, there are fewer pieces than parts.
+        if not (first.whole and last.whole and first.part == at and last.part == at + number - 1):
+            return None
+        at += number
+    return slice(begin, at)

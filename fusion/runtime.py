@@ -190,6 +190,8 @@ def init(
         world = _communicator(mpi, comm)
         _set_up_logging(loaded.config.log_level, world.rank)
         agreed, pinned = _agree(world, loaded)
+        if world.rank == 0:  # Its settings are those of all ranks.
+            logger.info("settings:\n%s", loaded.describe())
         _runtime = Runtime(world, agreed, pinned)
         if _exit_watch is None:
             _exit_watch = ExitWatch(_leave_at_exit, mpi.COMM_WORLD.Abort, agreed.exit_grace_s)

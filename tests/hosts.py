@@ -86,12 +86,17 @@ class TwoHosts:
 
     def command(self, np: int) -> list[str]:
         """What to put before a program so that it runs as `np` ranks, half of them on each host."""
-        assert self._agent is not None, "the hosts exist inside `with` only"
         program, open_mpi = mpirun()
         here, there = self.addresses
         slots = ",".join([f"{here}:{np - np // 2}", *([f"{there}:{np // 2}"] if np > 1 else [])])
-        options = _open_mpi(str(self._agent), slots) if open_mpi else _mpich(str(self._agent), slots)
-        return [*self.on(0), program, *options, "-np", str(np)]
+        ranks = ["--host", slots, *_SHARED_CORES] if open_mpi else ["-hosts", slots]
+        return [*self.on(0), program, *self.options(), *ranks, "-np", str(np)]
+
+    def options(self) -> list[str]:
+        """What mpirun needs to reach the hosts, and to send what ranks say to each other over the cable."""
+        assert self._agent is not None, "the hosts exist inside `with` only"
+        _, open_mpi = mpirun()
+        return (_open_mpi if open_mpi else _mpich)(str(self._agent))
 
     def on(self, host: int) -> list[str]:
         """What to put before a command so that it runs on host 0 or 1."""
@@ -136,20 +141,21 @@ class TwoHosts:
         return agent
 
 
-def _open_mpi(agent: str, slots: str) -> list[str]:
+_SHARED_CORES = ("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
+
+
+def _open_mpi(agent: str) -> list[str]:
     return [
         *("--prtemca", "plm_ssh_agent", agent),
         *("--prtemca", "prte_if_include", INTERFACE),
-        *("--host", slots),
-        *("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
         *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE),
     ]
 
 
-def _mpich(agent: str, slots: str) -> list[str]:
+def _mpich(agent: str) -> list[str]:
     return [
         *("-launcher", "ssh", "-launcher-exec", agent),
-        *("-iface", INTERFACE, "-hosts", slots),
+        *("-iface", INTERFACE),
         *("-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", INTERFACE),
     ]
 

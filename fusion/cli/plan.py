@@ -40,7 +40,8 @@ HELP = (
     "backward are run and timed on the ranks; without one, or on the meta device, give --backward-ms.\n\n"
     "- a .json file: a list of objects with name, shape, dtype and ready_ms (from the beginning of the "
     "backward pass), or a timeline of the runtime.\n\n"
-    "- the name of a built-in set: resnet50, bert-large, layer-7b, tiny1000, tiny10000, one64mib, one64b.\n\n"
+    "- the name of a built-in set: resnet50, bert-large, layer-7b, layer-7b-bf16, tiny1000, "
+    "tiny10000, one64mib, one64b.\n\n"
     "The ranks run under mpirun as with fusion run, and do nothing but measure:\n\n"
     "    fusion plan models.net:make -np 4 -H a:2,b:2 --yaml tuned.yaml"
 )

@@ -24,8 +24,8 @@ import torch
 
 from coordinator.messages import ITEM_SIZE
 from fusion.arithmetic import Arithmetic, Scratch
+from fusion.collectives.between import Between
 from fusion.collectives.device_job import DeviceJob, DeviceMeans
-from fusion.collectives.ring import Ring
 from fusion.cuda.copying import Copier, OnDevice, Table
 from fusion.cuda.plan import aligned, pieces_of, stretch_chunks
 from fusion.cuda.rules import Rules
@@ -134,7 +134,7 @@ class _Between:
         self._device = means.device
         self._comm = means.comm
         self._even = len({len(ranks) for ranks in means.topology.nodes}) == 1
-        self._ring = Ring(means.cross, segment_bytes)
+        self._cross = Between(means.cross, segment_bytes)
         self._scratch = Scratch()
         self._host: torch.Tensor | None = None
         self.quantum = aligned(1) * means.topology.local_size
@@ -146,17 +146,17 @@ class _Between:
         if not self._even:
             comm.reduce(buffer, count, rules.buffer_dtype, rules.reduction)
             if comm.rank == 0:
-                self._ring_part(buffer, count, rules)
+                self._cross_part(buffer, count, rules)
             comm.broadcast(buffer, buffer, count, rules.buffer_dtype, 0)
             return
         part = -(-count // self.quantum) * self.quantum // comm.size
         mine = buffer + comm.rank * part * itemsize
         comm.reduce_scatter(buffer, mine, part, rules.buffer_dtype, rules.reduction)
-        self._ring_part(mine, part, rules)
+        self._cross_part(mine, part, rules)
         comm.all_gather(mine, buffer, part, rules.buffer_dtype)
 
-    def _ring_part(self, address: int, count: int, rules: Rules) -> None:
-        """Take a part to the host, which must wait for it, ring it, and take it back."""
+    def _cross_part(self, address: int, count: int, rules: Rules) -> None:
+        """Take a part to the host, which must wait for it, reduce it between nodes, and take it back."""
         nbytes = count * ITEM_SIZE[rules.buffer_dtype]
         if self._host is None or len(self._host) < nbytes:
             self._host = self._device.pinned(nbytes)
@@ -167,7 +167,7 @@ class _Between:
         arithmetic = Arithmetic(
             rules.reduction,
             rules.buffer_dtype,
-            self._ring.size,
+            self._cross.size,
             prescale=1.0,
             postscale=1.0,
             scratch=self._scratch,
@@ -177,5 +177,5 @@ class _Between:
         if arithmetic.widens:
             partial = self._scratch.take(arithmetic.accumulator, count, "partial")
             arithmetic.accumulate([out], partial)
-        self._ring.all_reduce(partial, out, arithmetic)
+        self._cross.all_reduce(partial, out, arithmetic)
         self._device.copy(address, host.data_ptr(), nbytes)

@@ -1,17 +1,17 @@
-"""All-reduce over several nodes: combine inside each node, ring between nodes, spread inside each.
+"""All-reduce over several nodes: combine inside each node, then between nodes, spread inside each.
 
 Every local rank that exists on all nodes owns a slice of each chunk. It sums
-its slices of all halves of its node into its vector, rings the vector with the
-same local rank of the other nodes, and every rank of the node unpacks from the
-owners' vectors. So no leader, and all links of a node are used; nodes may have
+its slices of all halves of its node into its vector, reduces the vector with the
+same local rank of the other nodes (`between.py`), and every rank of the node
+unpacks from the owners' vectors. So no leader, and all links of a node are used; nodes may have
 different numbers of ranks. With a node of one (`NodeBuffer.private`) and the
-channel of all ranks this is the flat ring.
+channel of all ranks no ranks are combined first.
 
 A response goes in pieces of a part of the fusion buffer, so that one is packed or
-unpacked while the ring of another goes on, in this response or the next. Cost for S bytes on N nodes with k
-owners each: a rank sends and receives 2 S/k (N-1)/N bytes; one barrier a chunk
-and one announcement a piece; memory is read and written as in `shared.py`, and once more by
-the ring.
+unpacked while another is between nodes, in this response or the next. Cost for S
+bytes on N nodes with k owners each: a rank sends and receives 2 S/k (N-1)/N bytes;
+one barrier a chunk and one announcement a piece; memory is read and written as in
+`shared.py`, and once more by the ring.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 
 from fusion.arithmetic import Arithmetic
 from fusion.channel import Channel
+from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ALIGN, NodeBuffer, ranges, slices
 from fusion.collectives.pipeline import DEPTH, Operation
-from fusion.collectives.ring import Ring
 from fusion.collectives.shared import MOST_KEPT
 from fusion.packing import Layout, Span, Window
 
@@ -41,8 +41,8 @@ class HierarchicalAllreduce:
 
     Args:
         means: for arithmetic, scratch memory and reporting.
-        node: the ranks that combine before the ring.
-        cross: the ranks of the ring, unless this rank owns no slice.
+        node: the ranks that combine first.
+        cross: the ranks between which the rest is done, unless this rank owns no slice.
         owners: how many ranks of every node own slices.
     """
 
@@ -51,7 +51,7 @@ class HierarchicalAllreduce:
         self._node = node
         self._owners = owners
         self._owns = node.rank < owners
-        self._ring = Ring(cross, means.segment_bytes)
+        self._between = Between(cross, means.segment_bytes)
 
     def __call__(self, job: Job) -> None:
         layout, pipeline = job.layout, self._means.pipeline
@@ -64,7 +64,7 @@ class HierarchicalAllreduce:
             pipeline.add(job.last)
 
     def _begin(self, job: Job, piece: _Piece, arithmetic: Arithmetic, lane: int) -> Operation:
-        """Pack a piece and begin its ring; the operation ends with the piece unpacked."""
+        """Pack a piece and begin its way between nodes; the operation ends with the piece unpacked."""
         if piece.direct is not None and not arithmetic.widens:
             self._copy_in(job, piece.direct, piece)
             arithmetic.accumulate([piece.vector], piece.vector)
@@ -74,7 +74,7 @@ class HierarchicalAllreduce:
         began = time.monotonic()
         run = None
         if self._owns and len(partial):
-            run = self._ring.begin_all_reduce(partial, piece.vector, arithmetic, lane)
+            run = self._between.begin_all_reduce(partial, piece.vector, arithmetic, lane)
 
         def unpack() -> None:
             self._means.recorder.span("reduce", piece.names, began, time.monotonic(), piece.nbytes)

@@ -2,8 +2,8 @@
 
 Each rank owns a slice of the bucket. It sums its slice of all buckets of the
 node, in rank order, into its own, and writes the result to the others. Over
-several nodes the owners ring their slices in between, in pieces of a part
-of the fusion buffer, and leave that under way.
+several nodes the owners reduce their slices in between (`between.py`), in pieces
+of a part of the fusion buffer, and leave that under way.
 
 Cost for S bytes on n ranks of a node: no message inside it; 2 barriers, or over
 several nodes one and an announcement a piece; each rank reads S and writes S in
@@ -21,10 +21,10 @@ import torch
 
 from fusion.arena import view
 from fusion.arithmetic import Arithmetic
+from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ranges, slices
-from fusion.collectives.pipeline import DEPTH, Operation
-from fusion.collectives.ring import Ring, Run
+from fusion.collectives.pipeline import DEPTH, Exchange, Operation
 
 
 class InPlaceAllreduce:
@@ -34,7 +34,7 @@ class InPlaceAllreduce:
         self._means = means
         self._node = means.node
         self._owners = means.topology.slices
-        self._ring = Ring(means.cross, means.segment_bytes)
+        self._between = Between(means.cross, means.segment_bytes)
 
     def __call__(self, job: Job) -> None:
         arithmetic = self._means.arithmetic(job.response)
@@ -84,12 +84,14 @@ class InPlaceAllreduce:
         for at in range(0, max(1, longest), most):
             lane = pipeline.enter()
             pieces = [bucket[at : at + most] for bucket in mine]
-            run = self._begin_ring(pieces, arithmetic, lane)
+            exchange = self._begin_exchange(pieces, arithmetic, lane)
             end = bind(self._record, job, began) if at + most >= longest else _nothing
-            job.last = Operation(self._node, run, bind(self._spread, pieces), end)
+            job.last = Operation(self._node, exchange, bind(self._spread, pieces), end)
             pipeline.add(job.last)
 
-    def _begin_ring(self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic, lane: int) -> Run | None:
+    def _begin_exchange(
+        self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic, lane: int
+    ) -> Exchange | None:
         own = pieces[self._node.rank]
         if not len(own):
             return None
@@ -100,7 +102,7 @@ class InPlaceAllreduce:
         for chunk in self._chunks(pieces):
             arithmetic.accumulate(chunk, partial[at : at + len(chunk[0])])
             at += len(chunk[0])
-        return self._ring.begin_all_reduce(partial, own, arithmetic, lane)
+        return self._between.begin_all_reduce(partial, own, arithmetic, lane)
 
     def _chunks(self, pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The same range of every rank's piece, as much as stays in cache at a time."""

@@ -1,4 +1,4 @@
-"""Ring operations under way, of which the next is begun before the last one has ended.
+"""Operations between nodes under way, of which the next is begun before the last one has ended.
 
 Between two buckets a link would rest while one is unpacked and the other packed. So
 a collective packs, begins its ring, leaves the rest to be done later, and returns.
@@ -6,42 +6,60 @@ Cycle thread only; whoever waits asks the pipeline to `advance`.
 
 Guarantees: operations end in the order in which they began, on every rank of a node
 alike; at most `DEPTH` are under way; what an operation leaves for later begins only
-when its ring is complete on every rank of the node that has one.
+when every rank of the node is through with what it had to exchange.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from coordinator.waiting import SPIN_S, Waiter
 from fusion.collectives.node import NodeBuffer
-from fusion.collectives.ring import Run
 
 DEPTH = 4
 """Two buckets keep a link busy, and each may have a small one beside it that did not fit."""
 
 
+class Exchange(Protocol):
+    """What this rank exchanges with other nodes in one operation."""
+
+    first: bool
+    """Set to whether it may use the link as it likes; else an earlier one goes before it."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; says whether that was anything worth while."""
+        ...
+
+    def rest(self) -> float:
+        """Seconds after which to ask again, if that is long; 0 if unknown or soon."""
+        ...
+
+
 class Operation:
-    """One ring operation.
+    """One operation.
 
     Args:
-        node: the ranks that wait for one another's rings.
-        run: the ring, on a rank that has one.
-        after_ring: what this rank does for the others when its ring is complete.
+        node: the ranks that wait for one another's exchanges.
+        exchange: on a rank that has one.
+        after_exchange: what this rank does for the others when its exchange is complete.
         after_all: what it does when all of the node have done that.
     """
 
     def __init__(
         self,
         node: NodeBuffer,
-        run: Run | None,
-        after_ring: Callable[[], None],
+        exchange: Exchange | None,
+        after_exchange: Callable[[], None],
         after_all: Callable[[], None],
     ) -> None:
-        self.run = run
+        self.exchange = exchange
         self._node = node
-        self._after_ring = after_ring
+        self._after_exchange = after_exchange
         self._after_all = after_all
         self._ticket: int | None = None
         self.done = False
@@ -49,15 +67,15 @@ class Operation:
     def advance(self, *, first: bool) -> bool:
         """Do what can be done without waiting; says whether there was something."""
         moved = False
-        if self.run is not None and not self.run.complete:
-            self.run.first = first
-            moved = self.run.advance()
-            if not self.run.complete:
+        if self.exchange is not None and not self.exchange.complete:
+            self.exchange.first = first
+            moved = self.exchange.advance()
+            if not self.exchange.complete:
                 return moved
         if not first:
             return moved
         if self._ticket is None:
-            self._after_ring()
+            self._after_exchange()
             self._ticket = self._node.announce()
         if not self._node.announced(self._ticket):
             return moved
@@ -67,7 +85,7 @@ class Operation:
 
     def rest(self) -> float:
         """Seconds after which to ask again, if that is long; 0 if unknown or soon."""
-        return self.run.rest() if self.run is not None and not self.run.complete else 0.0
+        return self.exchange.rest() if self.exchange is not None and not self.exchange.complete else 0.0
 
 
 class Pipeline:

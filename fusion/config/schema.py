@@ -44,7 +44,7 @@ class Config(Struct, frozen=True, kw_only=True):
             description="Agreed tensors that are remembered, so that the next step need not describe them.",
             extra={"unit": "tensors"},
         ),
-    ] = 4096
+    ] = 16384
     buckets: Annotated[
         Literal["dynamic", "static"],
         Meta(description="dynamic: fuse what is ready; static: gradients are views into the fusion buffer."),

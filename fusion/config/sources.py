@@ -59,6 +59,14 @@ class Loaded(Struct, frozen=True):
         """The keys that the user gave; tuning must leave them alone."""
         return frozenset(key for key, origin in self.origins.items() if origin.kind != "default")
 
+    def describe(self) -> str:
+        """A line for each key: its value and where that came from."""
+        lines = []
+        for key, value in self.config.to_dict().items():
+            shown = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            lines.append(f"{key} = {shown} ({self.origins[key]})")
+        return "\n".join(lines)
+
 
 class _Item(Struct, frozen=True):
     """One setting as a source gave it."""

@@ -1,7 +1,7 @@
 """Sets of gradients to reduce: the shapes of real models, and the extremes.
 
 Built into `fusion plan`, and what `scripts/bench` reduces. Pure; sizes are of
-float32. Shapes come in the order of the model's parameters.
+float32 but for sets that `DTYPES` names. Shapes come in the order of the model's parameters.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from coordinator.messages import ITEM_SIZE
 from fusion.planning.workload import Tensor, Workload, make
 
 Shape = tuple[int, ...]
 
-FLOAT_BYTES = 4
 MIB = 1 << 20
 
 
@@ -55,32 +55,42 @@ SETS: dict[str, Callable[[], list[Shape]]] = {
     # Its smaller tensors: 128, 3.9 MiB. Short steps, for what takes thousands of them.
     "resnet50-small": lambda: [shape for shape in resnet50() if prod(shape) <= 1 << 17],
     "tiny1000": lambda: [(256,)] * 1000,
-    "one64mib": lambda: [(64 * MIB // FLOAT_BYTES,)],
+    "one64mib": lambda: [(64 * MIB // ITEM_SIZE["float32"],)],
     "one64b": lambda: [(16,)],
     "tiny10000": lambda: [(16,)] * 10_000,
     "bert-large": bert_large,
     "layer-7b": layer_7b,
+    "layer-7b-bf16": layer_7b,
 }
+DTYPES = {"layer-7b-bf16": "bfloat16"}
+"""Of the sets that are not float32."""
+
+
+def dtype_of(name: str) -> str:
+    """The dtype of a set's tensors."""
+    return DTYPES.get(name, "float32")
 
 
 def workload(name: str) -> Workload:
     """A set as a step whose gradients are all there at once, the last parameter's first."""
     shapes = SETS[name]()
-    tensors = [Tensor(f"{name}.{index}", prod(shape), "float32") for index, shape in enumerate(shapes)]
+    dtype = dtype_of(name)
+    tensors = [Tensor(f"{name}.{index}", prod(shape), dtype) for index, shape in enumerate(shapes)]
     return make(name, reversed(tensors))
 
 
 def describe(name: str) -> str:
     """A set in words."""
     shapes = SETS[name]()
-    count, nbytes = len(shapes), total_bytes(shapes)
-    size = f"{nbytes / MIB:.3g} MiB" if nbytes >= MIB else f"{nbytes / 1024:.3g} KiB"
-    return f"{name}: {count} tensor{'s' if count != 1 else ''}, {size}"
+    count, nbytes, dtype = len(shapes), total_bytes(shapes, dtype_of(name)), dtype_of(name)
+    size = f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes / 1024:.3g} KiB"
+    kind = f" of {dtype}" if dtype != "float32" else ""
+    return f"{name}: {count} tensor{'s' if count != 1 else ''}{kind}, {size}"
 
 
-def total_bytes(shapes: list[Shape]) -> int:
+def total_bytes(shapes: list[Shape], dtype: str = "float32") -> int:
     """Bytes of a set."""
-    return FLOAT_BYTES * sum(map(prod, shapes))
+    return ITEM_SIZE[dtype] * sum(map(prod, shapes))
 
 
 def _convolution(out: int, into: int, kernel: int) -> list[Shape]:

@@ -90,6 +90,40 @@ def link(
 
 
 @app.command()
+def between(
+    *,
+    ranks: ManyRanks = None,
+    sizes: Annotated[list[int] | None, typer.Option("--bytes", help="Of the payload; repeatable.")] = None,
+    only: Only = None,
+    rounds: Rounds = 3,
+    turn: TurnS = 0.05,
+    gigabit: Annotated[bool, typer.Option(help="Limit the link to 1 Gbit/s.")] = True,
+    out: Out = FOLDER,
+    timeout: Timeout = 300,
+) -> None:
+    """Ring and recursive doubling over two hosts and their link, by size. Needs root."""
+    options = {
+        "sizes": sizes or [2**e for e in range(6, 21, 2)],
+        "only": only or [],
+        "rounds": rounds,
+        "turn_s": turn,
+    }
+    runs = [
+        launch.on_two_hosts("between", number, options, timeout, gigabit=gigabit)
+        for number in ranks or [2, 3, 4]
+    ]
+    results = [result for run in runs for result in run["results"]]
+    for number in sorted({result["ranks"] for result in results}):
+        rows = [
+            {"work": result["work"], **{name: one["median_ms"] for name, one in result["series"].items()}}
+            for result in results
+            if result["ranks"] == number
+        ]
+        report.show_rows(console, f"{number} ranks, median ms", rows)
+    _write("between", runs, out)
+
+
+@app.command()
 def tuning(
     *,
     ranks: Ranks = 2,

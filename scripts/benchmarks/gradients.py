@@ -5,15 +5,18 @@ Shows the bars "ResNet-50 gradient set", "1000 x 256 floats" and "one 64 MiB ten
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 import fusion.torch as hvd
+from fusion.dtypes import to_torch
 from scripts.benchmarks import ours, peers
-from scripts.benchmarks.shapes import SETS, Shape, describe, total_bytes
-from scripts.benchmarks.timing import Contestant, Series, chosen, compare
+from scripts.benchmarks.shapes import SETS, describe, dtype_of, total_bytes
+from scripts.benchmarks.timing import Contestant, Series, compare, is_chosen
 
 
 def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -22,7 +25,7 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     peers.start_gloo(comm)
     results = []
     for name in options["sets"]:
-        contestants = chosen(field(comm, name, SETS[name]()), options["only"])
+        contestants = field(comm, name, options["only"])
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])
         results.append(result(name, comm.size, series))
     peers.stop_gloo()
@@ -30,28 +33,35 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     return results
 
 
-def field(comm: MPI.Intracomm, name: str, shapes: list[Shape], *, copies: bool = True) -> list[Contestant]:
-    """Everyone who can reduce a set, each checked once.
+def field(comm: MPI.Intracomm, name: str, only: Sequence[str], *, copies: bool = True) -> list[Contestant]:
+    """Who can reduce a set, each checked once.
 
     Args:
+        only: those whose names contain any of these words; all if it is empty. Others take no memory.
         copies: with plain copies of the set, as a limit.
     """
-    tensors = [torch.zeros(shape) for shape in shapes]
-    in_place, arena_tensors = ours.static(shapes, f"static.{name}")
-    taking_part = [
-        ours.dynamic(tensors, f"dynamic.{name}"),
-        peers.gloo_buckets(tensors),
-        peers.gloo_each(tensors),
-        peers.mpi_each(comm, tensors),
-        peers.mpi_fused(comm, tensors),
-    ]
+    shapes, dtype = SETS[name](), to_torch(dtype_of(name))
+    tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    rivals: dict[str, Callable[[], Contestant]] = {
+        ours.DYNAMIC: partial(ours.dynamic, tensors, f"dynamic.{name}"),
+        peers.GLOO_BUCKETS: partial(peers.gloo_buckets, tensors),
+        peers.GLOO_EACH: partial(peers.gloo_each, tensors),
+    }
+    if peers.mpi_knows(dtype):
+        rivals[peers.MPI_EACH] = partial(peers.mpi_each, comm, tensors)
+        rivals[peers.MPI_FUSED] = partial(peers.mpi_fused, comm, tensors)
     if peers.has_horovod():
-        taking_part += peers.horovod(tensors, f"horovod.{name}")
+        rivals |= peers.horovod(tensors, f"horovod.{name}")
+    taking_part = [make() for rival, make in rivals.items() if is_chosen(rival, only)]
     for contestant in taking_part:
         check(comm, contestant, tensors)
-    check(comm, in_place, arena_tensors)
-    limits = peers.memcpy(comm, total_bytes(shapes)) if copies else []
-    return [in_place, *taking_part, *limits]
+    if is_chosen(ours.STATIC, only):
+        in_place, arena_tensors = ours.static(shapes, f"static.{name}", dtype_of(name))
+        check(comm, in_place, arena_tensors)
+        taking_part.insert(0, in_place)
+    if copies and any(is_chosen(limit, only) for limit in (peers.MEMCPY, peers.MEMCPY_ALONE)):
+        taking_part += peers.memcpy(comm, total_bytes(shapes, dtype_of(name)))
+    return taking_part
 
 
 def check(comm: MPI.Intracomm, contestant: Contestant, tensors: list[torch.Tensor]) -> None:

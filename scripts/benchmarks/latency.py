@@ -64,7 +64,7 @@ def _field(comm: MPI.Intracomm, nbytes: int) -> list[Contestant]:
         peers.mpi_each(comm, [tensor]),
     ]
     if peers.has_horovod():
-        taking_part += peers.horovod([tensor], f"horovod.{nbytes}")
+        taking_part += [make() for make in peers.horovod([tensor], f"horovod.{nbytes}").values()]
     for contestant in taking_part:
         check(comm, contestant, [tensor])
     check(comm, in_place, arena_tensors)

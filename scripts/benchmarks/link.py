@@ -15,8 +15,8 @@ import fusion.torch as hvd
 from scripts.benchmarks import peers
 from scripts.benchmarks.gradients import field, result
 from scripts.benchmarks.raw_socket import RawLink
-from scripts.benchmarks.shapes import SETS, total_bytes
-from scripts.benchmarks.timing import chosen, compare
+from scripts.benchmarks.shapes import SETS, dtype_of, total_bytes
+from scripts.benchmarks.timing import compare
 
 
 def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -26,10 +26,9 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     raw = RawLink(comm)
     results = []
     for name in options["sets"]:
-        shapes = SETS[name]()
         contestants = [
-            *chosen(field(comm, name, shapes, copies=False), options["only"]),
-            raw.duplex(total_bytes(shapes)),
+            *field(comm, name, options["only"], copies=False),
+            raw.duplex(total_bytes(SETS[name](), dtype_of(name))),
             raw.round_trip(),
         ]
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])

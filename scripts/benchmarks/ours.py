@@ -31,27 +31,29 @@ def dynamic(tensors: Sequence[torch.Tensor], scope: str) -> Contestant:
     return Contestant(DYNAMIC, run)
 
 
-def static(shapes: Sequence[Shape], scope: str) -> tuple[Contestant, list[torch.Tensor]]:
+def static(
+    shapes: Sequence[Shape], scope: str, dtype: str = "float32"
+) -> tuple[Contestant, list[torch.Tensor]]:
     """Buckets of an arena, submitted as the optimizer submits them; and the tensors that lie there."""
     current = runtime.current()
-    items = [Item(index, "float32", prod(shape)) for index, shape in reversed(list(enumerate(shapes)))]
+    items = [Item(index, dtype, prod(shape)) for index, shape in reversed(list(enumerate(shapes)))]
     layout = lay_out(items, int(current.config.fusion_threshold_mb * 2**20), votes=0)
-    arena = current.create_arena(layout.arena_bytes["float32"]).result()
+    arena = current.create_arena(layout.arena_bytes[dtype]).result()
     tensors = []
     work = []
     for number, bucket in enumerate(layout.buckets):
-        flat = arena.tensor(bucket.offset, (bucket.count,), "float32")
+        flat = arena.tensor(bucket.offset, (bucket.count,), dtype)
         region = Region(arena.number, bucket.offset)
         request = Request(
             f"{scope}.bucket{number}",
             OpKind.ALLREDUCE,
-            ("float32",),
+            (dtype,),
             ((bucket.count,),),
             op=ReduceOp.SUM,
             region=region,
         )
         work.append((request, flat))
-        tensors += [arena.tensor(place.offset, (place.item.count,), "float32") for place in bucket.places]
+        tensors += [arena.tensor(place.offset, (place.item.count,), dtype) for place in bucket.places]
 
     def run() -> None:
         handles = [current.submit(request, [flat], [flat]) for request, flat in work]

@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def gloo_each(tensors: Sequence[torch.Tensor]) -> Contestant:
     return Contestant(GLOO_EACH, run)
 
 
+def mpi_knows(dtype: torch.dtype) -> bool:
+    """Whether MPI can sum it: there is no MPI datatype for 16-bit floats."""
+    return dtype.itemsize > 2 or not dtype.is_floating_point
+
+
 def mpi_each(comm: MPI.Intracomm, tensors: Sequence[torch.Tensor]) -> Contestant:
     """One blocking MPI_Allreduce a tensor."""
     arrays = [tensor.numpy() for tensor in reversed(tensors)]
@@ -96,7 +102,7 @@ def mpi_each(comm: MPI.Intracomm, tensors: Sequence[torch.Tensor]) -> Contestant
 
 def mpi_fused(comm: MPI.Intracomm, tensors: Sequence[torch.Tensor]) -> Contestant:
     """Copy all into one buffer, one MPI_Allreduce, copy back."""
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors))
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
     views = _views(flat, tensors)
     array: np.ndarray[Any, Any] = flat.numpy()
     listed = list(tensors)
@@ -126,7 +132,7 @@ def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def horovod(tensors: Sequence[torch.Tensor], scope: str) -> list[Contestant]:
+def horovod(tensors: Sequence[torch.Tensor], scope: str) -> dict[str, Callable[[], Contestant]]:
     """Horovod at its best settings: cycle time 0.1 ms, with fusion and without; it runs in its turns only."""
     horovod_torch = importlib.import_module("horovod.torch")
 
@@ -140,18 +146,18 @@ def horovod(tensors: Sequence[torch.Tensor], scope: str) -> list[Contestant]:
         for handle in handles:
             horovod_torch.synchronize(handle)
 
-    def start(threshold: int) -> Callable[[], None]:
-        def begin() -> None:
-            os.environ["HOROVOD_CYCLE_TIME"] = "0.1"
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = str(threshold)
-            horovod_torch.init()
+    def start(threshold: int) -> None:
+        os.environ["HOROVOD_CYCLE_TIME"] = "0.1"
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = str(threshold)
+        horovod_torch.init()
 
-        return begin
+    def made(name: str, threshold: int) -> Contestant:
+        return Contestant(name, run, partial(start, threshold), horovod_torch.shutdown)
 
-    return [
-        Contestant(HOROVOD_FUSED, run, start(64 * 2**20), horovod_torch.shutdown),
-        Contestant(HOROVOD_EACH, run, start(0), horovod_torch.shutdown),
-    ]
+    return {
+        HOROVOD_FUSED: partial(made, HOROVOD_FUSED, 64 * 2**20),
+        HOROVOD_EACH: partial(made, HOROVOD_EACH, 0),
+    }
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

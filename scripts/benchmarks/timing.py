@@ -72,7 +72,12 @@ class Series:
 
 def chosen(contestants: Sequence[Contestant], only: Sequence[str]) -> list[Contestant]:
     """Those whose names contain any of the words `only`; all if it is empty."""
-    return [found for found in contestants if not only or any(word in found.name for word in only)]
+    return [found for found in contestants if is_chosen(found.name, only)]
+
+
+def is_chosen(name: str, only: Sequence[str]) -> bool:
+    """Whether a contestant of that name is among those that `only` asks for."""
+    return not only or any(word in name for word in only)
 
 
 def compare(

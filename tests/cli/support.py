@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, **extra}
 
 
-def fusion(*words: object, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `fusion WORDS` to its end."""
-    line = [*FUSION, *map(str, words)]
+def fusion(*words: object, before: Sequence[str] = (), **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run `fusion WORDS` to its end, with what is to stand before it, such as `TwoHosts.on(0)`."""
+    line = [*before, *FUSION, *map(str, words)]
     return subprocess.run(
         line, env=environment(**extra), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -13,6 +16,7 @@ import yaml
 from fusion.config import load
 from fusion.planning.costs import Costs, Curve
 from tests.cli.support import ROOT, fusion, needs_launcher
+from tests.hosts import TwoHosts, why_not
 
 CURVE = Curve(wait_s=1e-4, cycle_s=1e-4, response_s=3e-4, tensor_s=1e-6, slopes=(8e-9,) * 4)
 
@@ -91,22 +95,49 @@ def test_bad_input_is_one_line_and_no_traceback(costs: Path, words: tuple[object
     assert "Traceback" not in done.stderr
 
 
+MODEL = """
+import torch
+
+print("a word from the model")
+
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.ones(2, 8)
+"""
+
+
+class Place(NamedTuple):
+    """Where two ranks measure."""
+
+    words: tuple[str, ...]
+    before: tuple[str, ...]
+    nodes: list[int]
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Two hosts, or this one where they cannot be made: both would take twice ten seconds."""
+    if why_not() is not None:
+        yield Place((), (), [2])
+        return
+    with TwoHosts() as hosts:
+        each = ",".join(f"{address}:1" for address in hosts.addresses)
+        words = ("-H", each, "--mpi-arg", shlex.join(hosts.options()))
+        yield Place(words, tuple(hosts.on(0)), [1, 1])
+
+
 @needs_launcher
-def test_ranks_measure_a_module(tmp_path: Path) -> None:
-    (tmp_path / "planned_models.py").write_text(
-        "import torch\n"
-        "print('a word from the model')\n"
-        "def make():\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.ones(2, 8)\n"
-    )
+def test_ranks_measure_a_module(tmp_path: Path, place: Place) -> None:
+    (tmp_path / "planned_models.py").write_text(MODEL)
     target = tmp_path / "plan.json"
     done = fusion(
-        *("plan", "planned_models:make", "-np", 2, "--experiment-s", 0.001, "--json", target),
+        *("plan", "planned_models:make", "-np", 2, *place.words, "--experiment-s", 0.001, "--json", target),
+        before=place.before,
         PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())
-    assert (found["tensors"], found["ranks"], found["nodes"]) == (4, 2, [2])
+    assert (found["tensors"], found["ranks"], found["nodes"]) == (4, 2, place.nodes)
     assert found["backward_ms"] > 0
 
 

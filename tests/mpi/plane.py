@@ -85,6 +85,7 @@ class Plane:
     """An executor of its own, and one call for each collective.
 
     Attributes:
+        arrangement: its name.
         on_device: tensors travel to a device for each collective.
         gpu: the double, if it is one.
     """
@@ -95,6 +96,7 @@ class Plane:
         settings = settings or Settings()
         if arrangement == "ring of all":
             settings.hierarchy = "off"
+        self.arrangement = arrangement
         self.on_device = arrangement in DEVICE_ARRANGEMENTS
         if self.on_device:
             settings.gpu, node_of = DEVICE_ARRANGEMENTS[arrangement]

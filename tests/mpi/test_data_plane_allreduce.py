@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ import fusion.channel
 import fusion.cuda_executor
 import fusion.executor
 from coordinator.messages import ITEM_SIZE, OpKind, ReduceOp, Region, Request
+from fusion.collectives import chooser
+from fusion.collectives.doubling import Doubling
+from fusion.collectives.ring import Ring
 from fusion.dtypes import name_of, to_torch
 from fusion.executor import CpuExecutor
 from tests.mpi.plane import EVERYWHERE, Plane, Settings, assert_same_bits, draw, entry
 from tests.ranks import ranks
 
 INIT = None
+SHORT_BYTES = chooser.SHORT_BYTES
+DOUBLED = "a node each"
+"""The arrangement in which ranks reduce by recursive doubling, of 2, 3 and 4; in the others, by the ring."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -27,6 +34,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusion.executor, "LEAST_BUFFER_BYTES", 1)
         patch.setattr(fusion.cuda_executor, "LEAST_BUFFER_BYTES", 1)
+        # Every payload here is short; the ring has all arrangements of nodes but this one.
+        patch.setattr(chooser, "SHORT_BYTES", SHORT_BYTES if request.param == DOUBLED else -1)
         made = Plane(request.param)
         yield made
         made.close()
@@ -218,14 +227,14 @@ def test_messages_longer_than_mpi_counts_are_cut(plane: Plane, monkeypatch: pyte
 
 
 @ranks(1, 2, 3, 4)
-def test_results_of_two_ranks_a_node_do_not_depend_on_how_tensors_are_fused(plane: Plane) -> None:
+def test_results_depend_on_how_tensors_are_fused_in_a_ring_only(plane: Plane) -> None:
     mine = [draw(plane.rank, count, seed=count) for count in (10, 3000, 1, 6000)]
     together = plane.allreduce(mine)
     alone = [plane.allreduce([tensor])[0] for tensor in mine]
     for one, other in zip(together, alone, strict=True):
         # A ring of more than two adds in an order that depends on where a tensor lies.
         torch.testing.assert_close(one, other)
-        if len(plane.topology.nodes) == 1:
+        if len(plane.topology.nodes) == 1 or plane.arrangement == DOUBLED:
             assert torch.equal(one, other)
 
 
@@ -332,3 +341,36 @@ def test_every_supported_dtype_has_a_sum(plane: Plane) -> None:
     for name in ITEM_SIZE:
         (result,) = plane.allreduce([torch.ones(5, dtype=to_torch(name))])
         assert result.tolist() == [True if name == "bool" else plane.size] * 5
+
+
+class Taken(list[str]):
+    """Which way payloads between nodes went."""
+
+    def watch(self, patch: pytest.MonkeyPatch, way: type[Ring | Doubling]) -> None:
+        whole = way.begin_all_reduce
+
+        def noted(self_: Any, *arguments: Any) -> Any:
+            self.append(way.__name__)
+            return whole(self_, *arguments)
+
+        patch.setattr(way, "begin_all_reduce", noted)
+
+
+@ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_partial_results_are_doubled_and_longer_ones_go_around_the_ring(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    taken = Taken()
+    taken.watch(monkeypatch, Ring)
+    taken.watch(monkeypatch, Doubling)
+    plane = Plane("a node each", Settings(fusion_threshold_mb=1.0, chunk_kb=64))
+    monkeypatch.setattr(chooser, "SHORT_BYTES", SHORT_BYTES)
+    longest = SHORT_BYTES // 4  # 16-bit floats are partial sums in float32.
+    for count in (longest, longest + 1):
+        (result,) = plane.allreduce([draw(plane.rank, count, dtype=dtype)])
+        expected = everyones(plane, count, dtype=dtype).double().sum(0).to(dtype)
+        torch.testing.assert_close(result, expected)
+        assert_same_bits(result)
+    plane.close()
+    assert taken == ["Doubling", "Ring"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from coordinator.messages import OpKind, Part, ReduceOp, Region, Request, Response
 from fusion.collectives.broadcast import binomial
 from fusion.collectives.chooser import Algorithm, choose
+from fusion.collectives.doubling import peers_of, surplus_of
 from fusion.collectives.node import ALIGN, ranges, slices
 from fusion.collectives.reducescatter import rows_of
 from fusion.collectives.ring import even_blocks
@@ -103,3 +104,23 @@ def test_a_codec_is_stronger_than_nodes_and_settings() -> None:
     coded = Response(OpKind.ALLREDUCE, "float32", (Part(request, 0),))
     for nodes, hierarchy in ((1, "auto"), (2, "on"), (2, "off")):
         assert choose(coded, nodes=nodes, size=4, hierarchy=hierarchy) == Algorithm.COMPRESSED
+
+
+@pytest.mark.parametrize("size", [*range(1, 18), 63, 64, 65])
+def test_doubling_brings_the_part_of_every_rank_to_every_rank_once(size: int) -> None:
+    surplus = surplus_of(size)
+    parts = [[rank] for rank in range(size)]
+    for pair in range(surplus):
+        parts[2 * pair] += parts[2 * pair + 1]
+    active = [rank for rank in range(size) if peers_of(rank, size) or size - surplus == 1]
+    assert len(active) == size - surplus
+    for step in range((size - surplus).bit_length() - 1):
+        peers = {rank: peers_of(rank, size)[step] for rank in active}
+        assert all(peers[peers[rank]] == rank for rank in active)
+        parts = [
+            parts[min(rank, peers[rank])] + parts[max(rank, peers[rank])] if rank in peers else parts[rank]
+            for rank in range(size)
+        ]
+    for rank in active:
+        assert sorted(parts[rank]) == list(range(size))
+        assert parts[rank] == parts[0]

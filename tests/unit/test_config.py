@@ -176,6 +176,17 @@ def test_yamls_bare_on_and_off_are_words_here(tmp_path: Path) -> None:
     assert load(_yaml(tmp_path, "hierarchy: off\n"), environ={}).config.hierarchy == "off"
 
 
+def test_a_description_says_of_every_key_where_its_value_came_from(tmp_path: Path) -> None:
+    path = _yaml(tmp_path, "# threshold\nfusion_threshold_mb: 0.5\n")
+    loaded = load(path, environ={"HOROVOD_CYCLE_TIME": "2"}, hierarchy="off")
+    lines = loaded.describe().splitlines()
+    assert len(lines) == len(FIELDS)
+    assert f"fusion_threshold_mb = 0.5 ({path}:2)" in lines
+    assert "cycle_time_ms = 2 (environment HOROVOD_CYCLE_TIME)" in lines
+    assert "hierarchy = off (argument)" in lines
+    assert "timeline = none (default)" in lines
+
+
 def test_words_may_be_written_in_capitals() -> None:
     assert load(environ={"FUSION_LOG_LEVEL": "INFO"}).config.log_level == "info"
 

@@ -141,6 +141,17 @@ def test_a_piece_knows_whether_it_is_the_whole_tensor() -> None:
     assert [piece.whole for piece in layout.pieces(0, 6)] == [True, False]
 
 
+def test_a_tensor_cut_between_two_memories_is_not_taken_for_two_whole_ones() -> None:
+    # As many pieces as parts: one has two, one none.
+    shapes = [(2,), (4,), (0,), (2,)]
+    layout = Layout(response_of(shapes))
+    flat, inputs = inputs_of(shapes, ["contiguous"] * 4)
+    outputs = [torch.zeros(shape) for shape in shapes]
+    window = Window(layout, [Span(0, flat[:4].clone()), Span(4, flat[4:].clone())])
+    window.unpack(tensors_of(layout, inputs, outputs))
+    assert all(torch.equal(output, tensor) for output, tensor in zip(outputs, inputs, strict=True))
+
+
 def test_names_of_a_range_come_once_each_in_order() -> None:
     request = Request("group", OpKind.ALLREDUCE, ("int8", "int8"), ((2,), (2,)))
     other = Request("other", OpKind.ALLREDUCE, ("int8",), ((2,),))

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator import planner
 from coordinator.messages import OpKind, ReduceOp, Request
-from coordinator.planner import fuse
+from coordinator.planner import PlanCache, blocks, fuse
+from coordinator.registry import Registry
 
 
 def request(name: str, count: int = 4, dtype: str = "float32", **options: object) -> Request:
@@ -71,3 +77,56 @@ def test_a_request_with_a_codec_is_a_bucket_by_itself_however_large() -> None:
         [("b", 0)],
         [("c", 0)],
     ]
+
+
+@pytest.fixture
+def plans() -> PlanCache:
+    registry = Registry(100)
+    for name in "abcdef":
+        registry.add(request(name))
+    return PlanCache(registry, 1 << 20)
+
+
+def test_a_set_that_comes_again_has_the_same_plan(plans: PlanCache) -> None:
+    responses, _ = plans.get((0, 1, 2))
+    assert plans.get((3,))[0][0].names == ("d",)
+    assert plans.get((0, 1, 2))[0] is responses
+
+
+def test_plans_of_many_slots_are_dropped_least_recently_used_first(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MOST_PLANNED", 5)
+    first, second = plans.get((0, 1))[0], plans.get((2, 3))[0]
+    assert plans.get((0, 1))[0] is first
+    plans.get((4, 5))
+    assert plans.get((0, 1))[0] is first
+    assert plans.get((2, 3))[0] is not second
+
+
+def test_a_plan_larger_than_all_that_is_kept_is_made(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MOST_PLANNED", 2)
+    assert plans.get((0, 1, 2))[0][0].names == ("a", "b", "c")
+
+
+def test_a_large_set_is_planned_in_blocks_that_recur_wherever_it_is_cut(
+    plans: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "BLOCK", 2)
+    responses, slots = plans.get((0, 1, 2, 3, 5))
+    assert [response.names for response in responses] == [("a", "b"), ("c", "d"), ("f",)]
+    assert slots.tolist() == [0, 1, 2, 3, 5]
+    again, _ = plans.get((1, 2, 3, 4))
+    assert [response.names for response in again] == [("b",), ("c", "d"), ("e",)]
+    assert again[1] is responses[1]
+
+
+@given(st.sets(st.integers(0, 5 * planner.BLOCK), min_size=1))
+def test_blocks_are_the_set_in_order_cut_at_fixed_slots(ready: set[int]) -> None:
+    found = blocks(tuple(sorted(ready)))
+    assert [slot for run in found for slot in run] == sorted(ready)
+    numbers = [{slot // planner.BLOCK for slot in run} for run in found]
+    assert all(len(number) == 1 for number in numbers)
+    assert len(set.union(*numbers)) == len(found)

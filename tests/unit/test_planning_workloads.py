@@ -35,6 +35,22 @@ def test_a_set_is_ready_at_once_last_parameter_first() -> None:
     assert work.backward_s == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "elements", "tensors", "itemsize"),
+    [
+        ("bert-large", 335_141_888, 391, 4),
+        ("layer-7b", 202_383_360, 9, 4),
+        ("layer-7b-bf16", 202_383_360, 9, 2),
+        ("tiny10000", 160_000, 10_000, 4),
+    ],
+)
+def test_a_set_has_the_parameters_of_its_model(name: str, elements: int, tensors: int, itemsize: int) -> None:
+    work = sets.workload(name)
+    assert sum(tensor.count for tensor in work.tensors) == elements
+    assert work.nbytes == elements * itemsize
+    assert len(work.tensors) == tensors
+
+
 def test_spreading_gives_time_in_proportion_to_elements() -> None:
     work = spread(make("w", [Tensor("a", 1, "float32"), Tensor("b", 3, "float32")]), 0.4)
     assert [tensor.ready_s for tensor in work.tensors] == pytest.approx([0.1, 0.4])
