@@ -52,7 +52,9 @@ def fuse(requests: Iterable[Request], threshold: int) -> tuple[Response, ...]:
 
 
 def blocks(ready: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Cut ascending slots at the multiples of `BLOCK`."""
+    """The sets in which ascending slots are planned: more than `BLOCK` of them are cut at its multiples."""
+    if len(ready) <= BLOCK:
+        return [ready]
     cuts = [bisect_left(ready, edge) for edge in range(BLOCK, ready[-1] + 1, BLOCK)]
     return [ready[a:b] for a, b in pairwise([0, *cuts, len(ready)]) if a < b]
 
@@ -80,9 +82,9 @@ class PlanCache:
             self._plans.clear()
             self._planned = 0
             self._version = self._registry.version
-        if len(ready) <= BLOCK:
-            return self._plan(ready)
         plans = [self._plan(run) for run in blocks(ready)]
+        if len(plans) == 1:
+            return plans[0]
         return tuple(chain.from_iterable(responses for responses, _ in plans)), np.array(ready)
 
     def _plan(self, ready: tuple[int, ...]) -> tuple[tuple[Response, ...], Slots]:

@@ -12,7 +12,7 @@ from fusion.arithmetic import Arithmetic
 from fusion.channel import Channel
 from fusion.collectives import chooser
 from fusion.collectives.doubling import Doubling
-from fusion.collectives.pipeline import Exchange
+from fusion.collectives.pipeline import Crossing
 from fusion.collectives.ring import Ring
 
 
@@ -35,7 +35,7 @@ class Between:
 
     def begin_all_reduce(
         self, partial: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic, lane: int
-    ) -> Exchange:
+    ) -> Crossing:
         """Begin what `all_reduce` does. The tensors must stay until it is complete.
 
         Args:

@@ -48,14 +48,14 @@ class Doubling:
 
     def begin_all_reduce(
         self, partial: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic, lane: int = 0
-    ) -> Exchanges:
+    ) -> Exchange:
         """Begin what `all_reduce` does; see `Ring.begin_all_reduce`."""
         landing = self._scratch.take(partial.dtype, len(partial), f"landing {lane}")
-        return Exchanges(_steps(self._channel, partial, landing, out, arithmetic, lane=lane))
+        return Exchange(_steps(self._channel, partial, landing, out, arithmetic, lane=lane))
 
 
-class Exchanges:
-    """One all-reduce under way; implements `pipeline.Exchange`."""
+class Exchange:
+    """One all-reduce under way; implements `pipeline.Crossing`."""
 
     def __init__(self, steps: Iterator[list[MPI.Request]]) -> None:
         self._steps = steps

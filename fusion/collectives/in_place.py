@@ -24,7 +24,7 @@ from fusion.arithmetic import Arithmetic
 from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ranges, slices
-from fusion.collectives.pipeline import DEPTH, Exchange, Operation
+from fusion.collectives.pipeline import DEPTH, Crossing, Operation
 
 
 class InPlaceAllreduce:
@@ -84,14 +84,14 @@ class InPlaceAllreduce:
         for at in range(0, max(1, longest), most):
             lane = pipeline.enter()
             pieces = [bucket[at : at + most] for bucket in mine]
-            exchange = self._begin_exchange(pieces, arithmetic, lane)
+            crossing = self._begin_crossing(pieces, arithmetic, lane)
             end = bind(self._record, job, began) if at + most >= longest else _nothing
-            job.last = Operation(self._node, exchange, bind(self._spread, pieces), end)
+            job.last = Operation(self._node, crossing, bind(self._spread, pieces), end)
             pipeline.add(job.last)
 
-    def _begin_exchange(
+    def _begin_crossing(
         self, pieces: Sequence[torch.Tensor], arithmetic: Arithmetic, lane: int
-    ) -> Exchange | None:
+    ) -> Crossing | None:
         own = pieces[self._node.rank]
         if not len(own):
             return None

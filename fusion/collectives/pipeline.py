@@ -22,7 +22,7 @@ DEPTH = 4
 """Two buckets keep a link busy, and each may have a small one beside it that did not fit."""
 
 
-class Exchange(Protocol):
+class Crossing(Protocol):
     """What this rank exchanges with other nodes in one operation."""
 
     first: bool
@@ -44,22 +44,22 @@ class Operation:
     """One operation.
 
     Args:
-        node: the ranks that wait for one another's exchanges.
-        exchange: on a rank that has one.
-        after_exchange: what this rank does for the others when its exchange is complete.
+        node: the ranks that wait for one another's crossings.
+        crossing: on a rank that has one.
+        after_crossing: what this rank does for the others when its crossing is complete.
         after_all: what it does when all of the node have done that.
     """
 
     def __init__(
         self,
         node: NodeBuffer,
-        exchange: Exchange | None,
-        after_exchange: Callable[[], None],
+        crossing: Crossing | None,
+        after_crossing: Callable[[], None],
         after_all: Callable[[], None],
     ) -> None:
-        self.exchange = exchange
+        self.crossing = crossing
         self._node = node
-        self._after_exchange = after_exchange
+        self._after_crossing = after_crossing
         self._after_all = after_all
         self._ticket: int | None = None
         self.done = False
@@ -67,15 +67,15 @@ class Operation:
     def advance(self, *, first: bool) -> bool:
         """Do what can be done without waiting; says whether there was something."""
         moved = False
-        if self.exchange is not None and not self.exchange.complete:
-            self.exchange.first = first
-            moved = self.exchange.advance()
-            if not self.exchange.complete:
+        if self.crossing is not None and not self.crossing.complete:
+            self.crossing.first = first
+            moved = self.crossing.advance()
+            if not self.crossing.complete:
                 return moved
         if not first:
             return moved
         if self._ticket is None:
-            self._after_exchange()
+            self._after_crossing()
             self._ticket = self._node.announce()
         if not self._node.announced(self._ticket):
             return moved
@@ -85,7 +85,7 @@ class Operation:
 
     def rest(self) -> float:
         """Seconds after which to ask again, if that is long; 0 if unknown or soon."""
-        return self.exchange.rest() if self.exchange is not None and not self.exchange.complete else 0.0
+        return self.crossing.rest() if self.crossing is not None and not self.crossing.complete else 0.0
 
 
 class Pipeline:

@@ -156,7 +156,7 @@ class _Receive:
 class Run:
     """One ring operation: the segments to receive in order, and the sends under way.
 
-    Whoever has planned one asks it to `advance` until it is `complete`. Implements `pipeline.Exchange`.
+    Whoever has planned one asks it to `advance` until it is `complete`. Implements `pipeline.Crossing`.
 
     Attributes:
         complete: whether all has come, been used and been sent.

@@ -18,15 +18,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from coordinator.messages import OpKind, Region, Request
-from coordinator.planner import fuse
+from coordinator.messages import OpKind, Region, Request, Response
+from coordinator.planner import blocks, fuse
 from fusion.bucketing import Item, lay_out
 from fusion.memory import LEAST_BUFFER_BYTES
 from fusion.planning.costs import Buckets, Costs, Curve, Floats
@@ -154,7 +154,7 @@ def predict(workload: Workload, costs: Costs, settings: Settings) -> Prediction:
         _static(tensors, backward, settings) if settings.buckets == "static" else _dynamic(tensors, backward)
     )
     clock = _Clock(backward, curve)
-    buckets = cycles = 0
+    buckets = cycles = number = 0
     groups: list[int] = []
     members = {entry.request.name: entry.members for entry in entries}
     while entries:
@@ -162,7 +162,8 @@ def predict(workload: Workload, costs: Costs, settings: Settings) -> Prediction:
         taken = list(takewhile(lambda entry: clock.wall(entry.ready) <= clock.now + _INSTANT_S, entries))
         assert taken, "a cycle begins when something is ready"
         entries = entries[len(taken) :]
-        responses = fuse([entry.request for entry in taken], settings.threshold)
+        responses = _responses([entry.request for entry in taken], number, settings.threshold)
+        number += len(taken)
         clock.reduce(curve.cycle_s)
         for response in responses:
             clock.reduce(float(curve.latency(len(response.parts))), float(curve.transfer(response.nbytes)))
@@ -179,6 +180,13 @@ def predict(workload: Workload, costs: Costs, settings: Settings) -> Prediction:
         buffer_bytes(costs, settings.threshold_mb),
         tuple(filter(None, groups)) if len({tensor.dtype for tensor in tensors}) == 1 else (),
     )
+
+
+def _responses(requests: Sequence[Request], first: int, threshold: int) -> list[Response]:
+    """What a cycle runs; requests have the slots from `first` on, as registered in the first step."""
+    runs = blocks(tuple(range(first, first + len(requests))))
+    planned = (fuse(requests[run[0] - first : run[-1] + 1 - first], threshold) for run in runs)
+    return list(chain.from_iterable(planned))
 
 
 def best_merging(

@@ -15,6 +15,7 @@ import fusion.executor
 from coordinator.messages import ITEM_SIZE, OpKind, ReduceOp, Region, Request
 from fusion.collectives import chooser
 from fusion.collectives.doubling import Doubling
+from fusion.collectives.pipeline import Crossing
 from fusion.collectives.ring import Ring
 from fusion.dtypes import name_of, to_torch
 from fusion.executor import CpuExecutor
@@ -24,7 +25,10 @@ from tests.ranks import ranks
 INIT = None
 SHORT_BYTES = chooser.SHORT_BYTES
 DOUBLED = "a node each"
-"""The arrangement in which ranks reduce by recursive doubling, of 2, 3 and 4; in the others, by the ring."""
+"""Here ranks reduce by recursive doubling, of 2, 3 and 4."""
+RINGED = "ring of all"
+"""Here by the ring alone; in other arrangements, by both in turns."""
+MIXED_BYTES = 1 << 12
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -34,8 +38,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[Plane]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusion.executor, "LEAST_BUFFER_BYTES", 1)
         patch.setattr(fusion.cuda_executor, "LEAST_BUFFER_BYTES", 1)
-        # Every payload here is short; the ring has all arrangements of nodes but this one.
-        patch.setattr(chooser, "SHORT_BYTES", SHORT_BYTES if request.param == DOUBLED else -1)
+        longest = {DOUBLED: SHORT_BYTES, RINGED: -1}.get(request.param, MIXED_BYTES)
+        patch.setattr(chooser, "SHORT_BYTES", longest)
         made = Plane(request.param)
         yield made
         made.close()
@@ -349,7 +353,7 @@ class Taken(list[str]):
     def watch(self, patch: pytest.MonkeyPatch, way: type[Ring | Doubling]) -> None:
         whole = way.begin_all_reduce
 
-        def noted(self_: Any, *arguments: Any) -> Any:
+        def noted(self_: Any, *arguments: Any) -> Crossing:
             self.append(way.__name__)
             return whole(self_, *arguments)
 

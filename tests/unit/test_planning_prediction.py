@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.planner import BLOCK
 from fusion.planning.costs import Costs, Curve
 from fusion.planning.prediction import Settings, best_merging, buffer_bytes, predict, published_merging
 from fusion.planning.report import make_plan
@@ -54,6 +55,11 @@ def test_small_buckets_overlap_with_the_pass() -> None:
     found = predict(layers(4), costs(curve()), settings(1))
     assert found.buckets == 4
     assert found.step_s == pytest.approx(0.01 + 4 * MIB * BYTE_S, rel=1e-3)
+
+
+def test_a_burst_of_thousands_is_planned_in_blocks_as_the_runtime_does() -> None:
+    burst = layers(2 * BLOCK + 1, nbytes=4, every_s=0.0)
+    assert predict(burst, costs(curve()), settings(64, "dynamic")).buckets == 3
 
 
 def test_dynamic_buckets_take_what_became_ready_while_the_channel_was_busy() -> None:
