@@ -148,7 +148,8 @@ def check_exchange() -> str:
                 for place, memory in zip(("cuda", "cpu"), memories, strict=True)
             ]
             for there, here in zip(*found, strict=True):
-                assert there.is_cuda and torch.equal(there.cpu(), here), (spec, step)
+                assert there.is_cuda, (spec, step)
+                assert torch.equal(there.cpu(), here), (spec, step)
     return f"{len(specs)} methods equal to the CPU over three steps with feedback"
 
 
