@@ -19,10 +19,11 @@ import torch
 
 from coordinator.errors import FusionError
 from coordinator.executor import Entry, Executor, Work
-from coordinator.messages import OpKind, ReduceOp, Response
+from coordinator.messages import OpKind, ReduceOp, Request, Response
 from coordinator.waiting import Waiter
 from fusion.channel import Channel
 from fusion.collectives.device_allreduce import DeviceAllreduce
+from fusion.collectives.device_compressed import DeviceCompressedAllreduce
 from fusion.collectives.device_job import DeviceCollective, DeviceJob, DeviceMeans
 from fusion.collectives.device_rows import (
     DeviceAllgather,
@@ -86,6 +87,10 @@ class CudaExecutor:
         self._world = Channel(topology.world, waiter)
         self._staged: DeviceCollective = Staged(device, host, waiter)
         self.reach, self._comm = self._connect(topology, waiter, wanted)
+        everywhere = self._comm if self.reach == Reach.ALL else None
+        self._compressed = DeviceCompressedAllreduce(
+            device, topology, recorder, everywhere, self._staged, exact=exact
+        )
         self._collectives: dict[OpKind, DeviceCollective] = {}
         self._means: DeviceMeans | None = None
         if self._comm is not None:
@@ -113,9 +118,7 @@ class CudaExecutor:
         self._device.wait_for([mark for entry in entries for mark in entry.ready or ()])
         layout = self._layouts.get(response)
         job = DeviceJob(response, layout, entries)
-        collective = self._staged
-        if response.first.op != ReduceOp.ADASUM and response.first.codec == "none":
-            collective = self._collectives.get(response.kind, self._staged)
+        collective = self._collective(response.first)
         start = time.monotonic()
         with torch.no_grad():
             collective(job)
@@ -125,6 +128,13 @@ class CudaExecutor:
             self._recorder.span("pack", names, start, time.monotonic(), nbytes)
             report = partial(self._report, names, nbytes)
         return DeviceWork(self._device, self._device.record(), job.kept, self._check, report)
+
+    def _collective(self, request: Request) -> DeviceCollective:
+        if request.codec != "none":
+            return self._compressed if self._compressed.serves(request.codec) else self._staged
+        if request.op == ReduceOp.ADASUM:
+            return self._staged
+        return self._collectives.get(request.kind, self._staged)
 
     def memory(self) -> MemoryReport:
         """What the buffer and the arenas take on the device; on any thread."""

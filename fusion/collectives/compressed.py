@@ -49,16 +49,16 @@ class CompressedAllreduce:
         seed = self._seeds.next(f"{job.name}.{job.response.dtype}")
         ledger: Ledger | None = (job.entries[0].extra or {}).get(job.response.dtype)
         transport = _Transport(self._means, self._plain, job)
-        info = _info(job)
+        info = bucket_info(job.layout)
         bucket = torch.empty(info.count) if ledger is None else ledger.buffer()
-        torch._foreach_copy_(_parts(bucket, info), job.tensors.inputs)
+        torch._foreach_copy_(bucket_parts(bucket, info), job.tensors.inputs)
         if request.prescale != 1.0:
             bucket.mul_(request.prescale)
         mean = exchange(compressor, bucket, info, Key(seed, topology.rank), transport, ledger=ledger)
         scale = request.postscale * (topology.size if request.op == ReduceOp.SUM else 1)
         if scale != 1.0:
             mean.mul_(scale)
-        torch._foreach_copy_(job.tensors.outputs, _parts(mean, info))
+        torch._foreach_copy_(job.tensors.outputs, bucket_parts(mean, info))
         transport.mark("unpack")
         self._means.recorder.compressed(job.response.nbytes, transport.payload)
 
@@ -131,15 +131,16 @@ class _Transport:
         return plan
 
 
-def _info(job: Job) -> BucketInfo:
-    """What lies in the bucket."""
-    info: BucketInfo | None = job.layout.kept.get("bucket")
+def bucket_info(layout: Layout) -> BucketInfo:
+    """What lies in the bucket of a response."""
+    info: BucketInfo | None = layout.kept.get("bucket")
     if info is None:
-        parts = job.response.parts
+        parts = layout.response.parts
         info = BucketInfo.of((f"{part.request.name}.{part.index}", part.shape) for part in parts)
-        job.layout.kept["bucket"] = info
+        layout.kept["bucket"] = info
     return info
 
 
-def _parts(bucket: torch.Tensor, info: BucketInfo) -> list[torch.Tensor]:
+def bucket_parts(bucket: torch.Tensor, info: BucketInfo) -> list[torch.Tensor]:
+    """Each tensor in a bucket, as a view."""
     return [piece.of(bucket).view(piece.shape) for piece in info.pieces]

@@ -135,7 +135,7 @@ class DeviceJob:
                 outputs[index].copy_(output)
 
     def new_output(self, device: Device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result, which belongs to the stream that the caller submitted on."""
+        """Memory for a result, which the stream that the caller submitted on may use afterwards."""
         ready = self.entries[0].ready
         stream = ready[0].stream if ready else device.side
         return device.empty(shape, dtype, stream)

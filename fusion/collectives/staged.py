@@ -1,7 +1,7 @@
 """Any collective on devices through host memory: copied down, run by the host's data plane, copied up.
 
-For what NCCL cannot do: Adasum, ranks that share a GPU, and everything but an
-all-reduce between nodes that NCCL does not reach. The cycle thread waits for the
+For what NCCL cannot do: Adasum, compression of most kinds, ranks that share a GPU, and
+everything but an all-reduce between nodes that NCCL does not reach. The cycle thread waits for the
 copy down, since MPI knows nothing of streams; it polls, so that the failure of
 another rank is noticed.
 

@@ -129,6 +129,14 @@ class Transport(Protocol):
         ...
 
 
+class Decoding(Protocol):
+    """What adds decoded payloads up: a `Compressor`, or what does the same on a device."""
+
+    def add(self, payload: torch.Tensor, info: BucketInfo, total: torch.Tensor, sign: int = 1) -> None:
+        """See `Compressor.add`."""
+        ...
+
+
 class Compressor(msgspec.Struct, frozen=True):
     """Base of all methods; a subclass is one method, its fields are the settings.
 
@@ -216,13 +224,33 @@ class Compressor(msgspec.Struct, frozen=True):
             keep: whether what did not get across is wanted; if not, `values` holds anything afterwards.
         """
         payload = self.encode(values, info, key, memories)
-        gathered = transport.gather(payload)
-        total = torch.zeros(info.count)
-        for other in gathered:
-            self.add(other, info, total)
-        if keep:
-            self.add(payload, info, values, sign=-1)
-        return total.div_(len(gathered))
+        return reduce_payloads(self, payload, info, transport, values if keep else None)
+
+
+def reduce_payloads(
+    decoding: Decoding,
+    payload: torch.Tensor,
+    info: BucketInfo,
+    transport: Transport,
+    values: torch.Tensor | None,
+) -> torch.Tensor:
+    """The mean of what the payloads of all ranks stand for, added in rank order, flat float32, new.
+
+    Args:
+        decoding: of the payloads.
+        payload: of this rank.
+        info: the bucket.
+        transport: the other ranks.
+        values: if not None, what `payload` stands for is subtracted from it.
+    """
+    gathered = transport.gather(payload)
+    total = torch.zeros(info.count, device=payload.device)
+    for other in gathered:
+        decoding.add(other, info, total)
+    if values is not None:
+        decoding.add(payload, info, values, sign=-1)
+    # By a tensor: torch on a device would multiply by the reciprocal of a number, which rounds differently.
+    return total.div_(total.new_full((), len(gathered)))
 
 
 def payload_of(*parts: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """One compressed exchange of a bucket: feedback, the compressor, and what is not a number.
 
-Called by the executor on the cycle thread, and by nothing else: `hvd` operations and optimizers
-get here through a request's codec.
+Called by the executors on the cycle thread, and by nothing else: `hvd` operations and optimizers
+get here through a request's codec. `exchange` is for buckets in host memory, `exchange_unseen` for
+those on a device, of which the host reads nothing: it would have to wait for it.
 
 A bucket that holds an infinity or a NaN is sent as NaN, whatever the method would make of it: every
 rank then sees that the step is worthless, as it would uncompressed (a `GradScaler` skips it), and
@@ -10,11 +11,13 @@ what is remembered stays as it was instead of being spoilt for good.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 
-from fusion.compression.base import BucketInfo, Compressor, Key, Transport
+from fusion.compression.base import BucketInfo, Compressor, Key, Memory, Transport
 from fusion.compression.feedback import Ledger
 
 _MOST_COUNTED = 1 << 16
@@ -79,7 +82,57 @@ def exchange(
     return mean
 
 
+class Reducing(Protocol):
+    """What reduces a bucket on a device; some methods of `Compressor` can as they are."""
+
+    def reduce(
+        self,
+        values: torch.Tensor,
+        info: BucketInfo,
+        key: Key,
+        transport: Transport,
+        memories: Sequence[Memory] | None = None,
+        *,
+        keep: bool = True,
+    ) -> torch.Tensor:
+        """See `Compressor.reduce`."""
+        ...
+
+
+def exchange_unseen(
+    reducing: Reducing,
+    bucket: torch.Tensor,
+    info: BucketInfo,
+    key: Key,
+    transport: Transport,
+    *,
+    ledger: Ledger | None = None,
+) -> torch.Tensor:
+    """Like `exchange`, of a bucket on a device, with the arguments of that.
+
+    Whether all was finite is decided there. A rank that has a ledger commits what it staged as
+    always, and the device leaves the residuals as they were if something was not.
+    """
+    if not info.count:
+        return bucket
+    if ledger is not None:
+        ledger.add_to(bucket)
+    finite = _finite(bucket)
+    bucket.masked_fill_(~finite, float("nan"))
+    keep = ledger is not None and ledger.feedback
+    mean = reducing.reduce(bucket, info, key, transport, keep=keep)
+    if ledger is not None:
+        ledger.stage(bucket, finite & _finite(mean))
+        if ledger.immediate:
+            ledger.commit()
+    return mean
+
+
 def is_finite(values: torch.Tensor) -> bool:
     """Whether no element is an infinity or a NaN; one pass, nothing allocated."""
+    return bool(_finite(values))
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
     least, most = torch.aminmax(values)
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    return torch.isfinite(least) & torch.isfinite(most)

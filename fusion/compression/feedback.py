@@ -15,13 +15,27 @@ being made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusion.compression.base import BucketInfo, Compressor, Key, Memory
 from fusion.compression.registry import with_feedback
+
+Flag = bool | torch.Tensor
+"""Whether something is so; of a bucket on a device a bool there, which the host does not read."""
+
+
+def all_of(flags: Iterable[Flag]) -> Flag:
+    """Whether all are so."""
+    unseen: list[torch.Tensor] = []
+    for flag in flags:
+        if isinstance(flag, torch.Tensor):
+            unseen.append(flag)
+        elif not flag:
+            return False
+    return torch.stack(unseen).all() if unseen else True
 
 
 class Ledger:
@@ -34,14 +48,14 @@ class Ledger:
         immediate: whether what is staged counts at once, with no `commit` of the owner.
 
     Attributes:
-        discarded: what was staged last was rolled back.
+        arrived: what was staged last is worth remembering, and was not rolled back.
     """
 
     def __init__(
         self, info: BucketInfo, memories: Sequence[Memory], *, feedback: bool, immediate: bool = False
     ) -> None:
         self.immediate = immediate
-        self.discarded = False
+        self.arrived: Flag = True
         self.info = info
         self.memories = memories
         self.feedback = feedback
@@ -51,11 +65,24 @@ class Ledger:
         """The bucket whose parts the residuals were when they were last committed here."""
         self._parts: list[torch.Tensor] = []
 
-    def buffer(self) -> torch.Tensor:
-        """Room for the bucket, which becomes the residuals if it is staged and committed."""
-        self.discarded = False
+    def buffer(self, empty: Callable[[int], torch.Tensor] = torch.empty) -> torch.Tensor:
+        """Room for the bucket, which becomes the residuals if it is staged and committed.
+
+        Residuals that are elsewhere, as of a checkpoint, are brought to where the bucket is.
+
+        Args:
+            empty: memory for so many elements, float32.
+        """
+        self.arrived = True
         spare, self._spare = self._spare, None
-        return torch.empty(self.info.count) if spare is None else spare
+        bucket = empty(self.info.count) if spare is None else spare
+        for memory in self.memories:
+            residual = memory.residual
+            if residual is not None and residual.device != bucket.device:
+                if residual.is_cuda:  # Any stream may have written it, and this happens once.
+                    torch.cuda.synchronize(residual.device)
+                memory.residual = empty(len(residual)).copy_(residual)
+        return bucket
 
     def add_to(self, bucket: torch.Tensor) -> None:
         """Add the residuals to the bucket."""
@@ -69,19 +96,27 @@ class Ledger:
         if pairs:
             torch._foreach_add_([part for part, _ in pairs], [residual for _, residual in pairs])
 
-    def stage(self, bucket: torch.Tensor) -> None:
-        """`bucket` is what did not get across; it is kept, not copied."""
+    def stage(self, bucket: torch.Tensor, arrived: Flag = True) -> None:
+        """`bucket` is what did not get across; it is kept, not copied.
+
+        Args:
+            arrived: if it turns out not to be so, a commit leaves everything as it was.
+        """
+        self.arrived = arrived
         if self.feedback:
             self._staged = bucket
         else:
             self._spare = bucket
 
-    def commit(self, wanted: Iterable[bool] | None = None) -> None:
+    def commit(self, wanted: Iterable[bool] | None = None, provided: Flag = True) -> None:
         """What was staged is from now on what is remembered.
 
         Args:
             wanted: for each piece, whether its result was used; by default all were.
+            provided: if it turns out not to be so, everything stays as it was.
         """
+        if provided is False:
+            self.rollback()
         staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -94,12 +129,27 @@ class Ledger:
         for memory, part, used in zip(self.memories, parts, chosen, strict=True):
             if not used:
                 part.zero_() if memory.residual is None else part.copy_(memory.residual)
+        certain = all_of((self.arrived, provided))
+        if isinstance(certain, torch.Tensor):
+            self._undo_unless(certain, staged, parts)
+        for memory, part in zip(self.memories, parts, strict=True):
             memory.residual = part
         self._whole, self._parts = staged, parts
 
+    def _undo_unless(self, certain: torch.Tensor, staged: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Write what is remembered over what was staged, unless `certain`, which only the device knows."""
+        if self._spare is not None:
+            torch.where(certain, staged, self._spare, out=staged)
+            return
+        for memory, part in zip(self.memories, parts, strict=True):
+            if memory.residual is None:
+                part.masked_fill_(~certain, 0.0)
+            else:
+                torch.where(certain, part, memory.residual, out=part)
+
     def rollback(self) -> None:
         """Forget what was staged."""
-        self.discarded = True
+        self.arrived = False
         if self._staged is not None:
             self._spare, self._staged = self._staged, None
 

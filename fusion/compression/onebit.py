@@ -67,9 +67,7 @@ class OneBit(Compressor, frozen=True):
     def add(self, payload: torch.Tensor, info: BucketInfo, total: torch.Tensor, sign: int = 1) -> None:
         """Plus or minus the scale."""
         count = info.count
-        scales, packed = parts_of(
-            payload, (torch.float32, self._blocks(count)), (torch.uint8, -(-count // 8))
-        )
+        scales, packed = self.parts(payload, info)
         whole = count // self.block * self.block
         step = max(self.block, (1 << 16) // self.block * self.block)
         for lo in range(0, count, step):
@@ -82,6 +80,11 @@ class OneBit(Compressor, frozen=True):
             target.addcmul_(signs[:full].view(-1, self.block), rows, value=sign)
             if lo + full < hi:
                 total[lo + full : hi].add_(signs[full:] * scales[-1], alpha=sign)
+
+    def parts(self, payload: torch.Tensor, info: BucketInfo) -> list[torch.Tensor]:
+        """The scales and the bytes of signs in a payload, as views."""
+        signs = (torch.uint8, -(-info.count // 8))
+        return parts_of(payload, (torch.float32, self._blocks(info.count)), signs)
 
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)

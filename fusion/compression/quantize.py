@@ -66,7 +66,7 @@ class Int8(Compressor, frozen=True):
     ) -> torch.Tensor:
         """Scales, then codes."""
         payload = torch.zeros(self.payload_bytes(info), dtype=torch.uint8)
-        scales, codes = parts_of(payload, (torch.float32, self._blocks(info.count)), (torch.int8, info.count))
+        scales, codes = self.parts(payload, info)
         noise = key.own() if self.rounding == "stochastic" else None
         for rows, lo, hi in self._cuts(info.count):
             part = values[lo:hi].view(len(range(rows.start, rows.stop)), -1)
@@ -82,11 +82,15 @@ class Int8(Compressor, frozen=True):
 
     def add(self, payload: torch.Tensor, info: BucketInfo, total: torch.Tensor, sign: int = 1) -> None:
         """Scale by scale, code by code."""
-        scales, codes = parts_of(payload, (torch.float32, self._blocks(info.count)), (torch.int8, info.count))
+        scales, codes = self.parts(payload, info)
         for rows, lo, hi in self._cuts(info.count):
             many = rows.stop - rows.start
             part = codes[lo:hi].view(many, -1).to(torch.float32)
             total[lo:hi].view(many, -1).addcmul_(part, scales[rows][:, None], value=sign)
+
+    def parts(self, payload: torch.Tensor, info: BucketInfo) -> list[torch.Tensor]:
+        """The scales and the codes in a payload, as views."""
+        return parts_of(payload, (torch.float32, self._blocks(info.count)), (torch.int8, info.count))
 
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)

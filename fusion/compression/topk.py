@@ -57,17 +57,29 @@ class TopK(Compressor, frozen=True):
     def encode(
         self, values: torch.Tensor, info: BucketInfo, key: Key, memories: Sequence[Memory] | None = None
     ) -> torch.Tensor:
-        """Indices in ascending order, then values."""
-        if info.count >= 1 << 31:
-            raise ValueError(f"topk: a bucket of {info.count} elements is too large for 32-bit indices")
+        """Values in the order of their indices, then indices, ascending."""
+        self.check(info)
         indices = largest(values, share(self.ratio, info.count))
         return payload_of(values[indices], indices.to(torch.int32))
 
     def add(self, payload: torch.Tensor, info: BucketInfo, total: torch.Tensor, sign: int = 1) -> None:
         """Values where their indices say."""
-        count = share(self.ratio, info.count)
-        values, indices = parts_of(payload, (torch.float32, count), (torch.int32, count))
+        values, indices = self.parts(payload, info)
         total.index_add_(0, indices.to(torch.int64), values, alpha=sign)
+
+    def parts(self, payload: torch.Tensor, info: BucketInfo) -> list[torch.Tensor]:
+        """The values and the indices in a payload, as views."""
+        count = share(self.ratio, info.count)
+        return parts_of(payload, (torch.float32, count), (torch.int32, count))
+
+    def check(self, info: BucketInfo) -> None:
+        """Refuse what indices cannot tell apart.
+
+        Raises:
+            ValueError: the bucket is too large.
+        """
+        if info.count >= 1 << 31:
+            raise ValueError(f"topk: a bucket of {info.count} elements is too large for 32-bit indices")
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -41,9 +41,9 @@ extern "C" __global__ void quantize(
     for (long long i = begin + threadIdx.x; i < end; i += THREADS) {
         const float x = magnitude(values[i]);
         // NaN is larger than all, so that it is not lost.
-        if (!(x <= peak)) peak = x;
+        if (x > peak || x != x) peak = x;
     }
-    REDUCE(float, peak, !(b <= a) ? b : a)
+    REDUCE(float, peak, b > a || b != b ? b : a)
     const float scale = reduced / 127.0f;
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
     const float divisor = scale == 0.0f ? 1.0f : scale;
@@ -55,12 +55,12 @@ extern "C" __global__ void quantize(
     }
 }
 
-// total += sign * scale * code
+// total += sign * scale * code, rounded once, as the compressor for CPUs has it from torch.
 extern "C" __global__ void add_quantized(
     const signed char *codes, const float *scales, float *total, long long count, long long row, double sign) {
     const long long begin = blockIdx.x * row, end = begin + row < count ? begin + row : count;
     const float scale = scales[blockIdx.x] * (float)sign;
-    for (long long i = begin + threadIdx.x; i < end; i += THREADS) total[i] += scale * (float)codes[i];
+    for (long long i = begin + threadIdx.x; i < end; i += THREADS) total[i] = fmaf((float)codes[i], scale, total[i]);
 }
 
 // scale = mean magnitude of the row; one bit for each element, set where it is not negative, lowest bit first.

@@ -2,8 +2,8 @@
 
 The formats are plain: int8 codes and a float32 scale for each row; a bit for each
 element, lowest first, and a float32 scale for each row; ascending int32 indices
-and float32 values. Work is given to the side stream, and tensors made here belong
-to it: use them inside `Device.on_side`. The host waits for nothing.
+and float32 values. Used by `codecs.py`, which has the places of these in a payload.
+Work is given to the side stream; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,28 @@ def source() -> str:
 
 
 class Compressing:
-    """The kernels on one device. Values are contiguous float32 vectors of less than 2^31 elements."""
+    """The kernels on one device.
+
+    All tensors are contiguous and flat: values and totals of float32, codes of int8, bits of uint8, scales
+    of float32, one for each `row` elements of the values.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def quantize(self, values: torch.Tensor, row: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes in -127 to 127 and a scale for each `row` elements.
+    def quantize(
+        self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, row: int, seed: int = 0
+    ) -> None:
+        """Write codes in -127 to 127, and the scales.
 
         Args:
             values: what to encode.
-            row: elements that share a scale, the largest magnitude over 127.
+            codes: one for each value.
+            scales: the largest magnitude of each row over 127.
+            row: elements that share a scale.
             seed: for rounding at random, so that the mean is right; 0 rounds to nearest.
         """
-        rows = -(-len(values) // row)
-        codes, scales = self._empty(len(values), torch.int8), self._empty(rows, torch.float32)
-        self._launch("quantize", rows, values, codes, scales, len(values), row, np.uint64(seed))
-        return codes, scales
+        self._launch("quantize", len(scales), values, codes, scales, len(values), row, np.uint64(seed))
 
     def add_quantized(
         self, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, row: int, sign: float = 1.0
@@ -52,18 +57,15 @@ class Compressing:
         """Add `sign` times what codes and scales say to `total`."""
         self._launch("add_quantized", len(scales), codes, scales, total, len(total), row, sign)
 
-    def signs(self, values: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bits, set where a value is not negative, and the mean magnitude of each `row` elements.
+    def signs(self, values: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, row: int) -> None:
+        """Write bits, set where a value is not negative, and the mean magnitude of each row.
 
         Raises:
             ValueError: `row` is not a multiple of 8.
         """
         if row % 8:
             raise ValueError(f"signs are written byte by byte, so a row must be a multiple of 8, not {row}")
-        rows = -(-len(values) // row)
-        bits, scales = self._empty(-(-len(values) // 8), torch.uint8), self._empty(rows, torch.float32)
-        self._launch("signs", rows, values, bits, scales, len(values), row)
-        return bits, scales
+        self._launch("signs", len(scales), values, bits, scales, len(values), row)
 
     def add_signs(
         self, bits: torch.Tensor, scales: torch.Tensor, total: torch.Tensor, row: int, sign: float = 1.0
@@ -71,11 +73,20 @@ class Compressing:
         """Add `sign` times plus or minus the scale to `total`."""
         self._launch("add_signs", len(scales), bits, scales, total, len(total), row, sign)
 
-    def largest(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` elements of largest magnitude: their indices, ascending, and their values.
+    def largest(self, values: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Write indices, ascending, and values of the elements of largest magnitude.
 
         Of equal magnitudes the lower indices go first; NaN is larger than all.
+
+        Args:
+            values: less than 2^31.
+            indices: int32.
+            chosen: float32. As many are written as there is room for.
+
+        Raises:
+            ValueError: there is room for none, or for more than there are.
         """
+        count = len(indices)
         if not 1 <= count <= len(values):
             raise ValueError(f"cannot choose {count} of {len(values)} elements")
         device, blocks = self._device, -(-len(values) // CHUNK)
@@ -91,13 +102,7 @@ class Compressing:
             above, equal = torch.empty(2, blocks, dtype=torch.int32, device=where).unbind()
             self._launch("count_chosen", blocks, values, search, above, equal, len(values))
             before = [each.cumsum(0, dtype=torch.int64) - each for each in (above, equal)]
-            indices, chosen = self._empty(count, torch.int32), self._empty(count, torch.float32)
             self._launch("write_chosen", blocks, values, search, *before, indices, chosen, len(values))
-        return indices, chosen
-
-    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._device.on_side():
-            return torch.empty(count, dtype=dtype, device=self._device.torch_device)
 
     def _launch(self, name: str, blocks: int, *arguments: Any) -> None:
         converted = [_argument(argument) for argument in arguments]

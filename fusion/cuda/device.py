@@ -233,9 +233,16 @@ class Device:
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: int) -> torch.Tensor:
-        """A new tensor of the device, which belongs to a stream of a caller, by its address."""
-        with self._torch_cuda.stream(self._torch_cuda.ExternalStream(stream, device=self.index)):
-            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        """A new tensor of the device, for the side stream and then for a stream of a caller, by its address.
+
+        It is made of memory of the side stream: that of the caller's may have been freed by the host
+        while the device still has something to do with it.
+        """
+        with self.on_side():
+            made = torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        if made.is_cuda:
+            made.record_stream(self._torch_cuda.ExternalStream(stream, device=self.index))
+        return made
 
     # Kernels.
 

@@ -23,7 +23,7 @@ from coordinator.handle import Handle, wait_all
 from coordinator.messages import ITEM_SIZE, Request
 from fusion.compression.base import BucketInfo, Compressor
 from fusion.compression.cast import Uncompressed
-from fusion.compression.feedback import Ledger
+from fusion.compression.feedback import Flag, Ledger, all_of
 from fusion.dtypes import name_of
 from fusion.torch.carrier import FLAGS, Wire
 from fusion.torch.compressing import Compressing
@@ -97,9 +97,10 @@ class Compressed:
             bucket.take(flight)
         used = {slot.index for slot, vote in zip(slots, agreed, strict=False) if vote > 0}
         keeping, dropping = (vote > 0 for vote in agreed[-FLAGS : -FLAGS + 2])
-        wanted = keeping and not dropping and not any(bucket.spoilt for bucket in self._buckets)
+        wanted = used if keeping and not dropping else None
+        arrived = all_of(bucket.arrived for bucket in self._buckets)
         for bucket in self._buckets:
-            bucket.settle(used if wanted else None)
+            bucket.settle(wanted, arrived)
         if keeping:
             self._compressing.steps += 1
         return agreed
@@ -167,9 +168,9 @@ class _Bucket:
         self._flight = _Flight()
 
     @property
-    def spoilt(self) -> bool:
-        """The result was not finite."""
-        return self._ledger is not None and self._ledger.discarded
+    def arrived(self) -> Flag:
+        """Whether the result was finite."""
+        return self._ledger is None or self._ledger.arrived
 
     def add(self, slot: Slot, grad: torch.Tensor) -> Parcel:
         self._flight.grads[slot.index] = grad
@@ -208,14 +209,21 @@ class _Bucket:
             reduced = torch.view_as_complex(output) if grad.is_complex() else output
             self._results[slot.index] = reduced if grad.requires_grad else grad
 
-    def settle(self, used: set[int] | None) -> None:
-        """Remember what did not get across, for the slots that were used; for None, as it was before."""
+    def settle(self, used: set[int] | None, arrived: Flag) -> None:
+        """Remember what did not get across, for the slots that were used; for None, as it was before.
+
+        Args:
+            used: indices of slots.
+            arrived: whether the results of all buckets were finite; if not, as it was before too.
+        """
         if self._ledger is None:
             return
+        if isinstance(arrived, torch.Tensor) and self._device == "cpu":
+            arrived = bool(arrived)  # Parameters on a device and on the CPU: the host has to know.
         if used is None:
             self._ledger.rollback()
         else:
-            self._ledger.commit([slot.index in used for slot in self._slots])
+            self._ledger.commit([slot.index in used for slot in self._slots], arrived)
 
     def _submit(self) -> None:
         inputs: list[torch.Tensor] = []

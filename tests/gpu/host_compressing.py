@@ -30,7 +30,7 @@ class HostDevice:
             text.append(f'extern "C" void run_{name}(int blocks, {parameters})')
             text.append(f"{{ run(blocks, [=] {{ {name}({names}); }}); }}")
         program.write_text("\n".join(text))
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
+        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
         subprocess.run([*command, str(program), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
 

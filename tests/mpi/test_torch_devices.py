@@ -16,7 +16,7 @@ import fusion.devices
 import fusion.torch as hvd
 from coordinator.errors import FusionError, MismatchError
 from fusion import runtime
-from fusion.compression import Feedback, Policy, topk
+from fusion.compression import Compressor, Feedback, Policy, randomk, topk
 from tests.gpu.doubles import Gpu
 from tests.ranks import inside, ranks
 
@@ -195,16 +195,24 @@ def _executor() -> Any:
 
 
 @ranks(2)
-def test_a_compressed_tensor_goes_through_the_host_and_comes_back_to_the_device(gpu: Gpu) -> None:
+@pytest.mark.parametrize(("method", "moves"), [(topk(0.125), "allGather"), (randomk(0.999), None)])
+def test_a_compressed_tensor_comes_back_to_the_device_and_some_never_leave_it(
+    gpu: Gpu, method: Compressor, moves: str | None
+) -> None:
     before = len(gpu.calls)
     tensor = on_gpu(*([2.0] * 7 + [8.0]))
-    memory = Feedback(topk(0.125))
-    for expected in (8.0, 8.0):
-        result = hvd.allreduce(tensor, name="compressed", op=hvd.Average, compression=memory)
-        assert result.tolist() == [0.0] * 7 + [expected]
-    residual = memory.memories.residual("compressed")
-    assert residual is not None and residual.tolist() == [4.0] * 7 + [0.0]
-    assert "cupy.cuda.nccl.NcclCommunicator.allReduce" not in gpu.paths()[before:]
+    memory, name = Feedback(method), f"compressed.{method.name}"
+    results = [
+        hvd.allreduce(tensor, name=name, op=hvd.Average, compression=memory).tolist() for _ in range(2)
+    ]
+    residual = memory.memories.residual(name)
+    assert residual is not None
+    if moves is None:
+        assert results == [[2.0] * 7 + [8.0]] * 2 and not residual.any()
+    else:
+        assert results == [[0.0] * 7 + [8.0]] * 2 and residual.tolist() == [4.0] * 7 + [0.0]
+    nccl = [path for path in gpu.paths()[before:] if path.startswith("cupy.cuda.nccl.NcclCommunicator.")]
+    assert {path.rsplit(".", 1)[1] for path in nccl} - {"check_async_error"} == ({moves} - {None})
 
 
 @ranks(2)
@@ -222,3 +230,28 @@ def test_an_optimizer_compresses_gradients_on_a_device() -> None:
         optimizer.step()
     # First the fourth; then what was left of the third, twice, is the largest.
     assert parameter.tolist() == [0.0, 0.0, -6.0, -4.0]
+
+
+@ranks(2)
+def test_a_step_that_is_not_finite_on_one_rank_is_remembered_by_none() -> None:
+    parameters = [torch.nn.Parameter(on_gpu(0.0, 0.0, 0.0, 0.0)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.0),
+        [("a", parameters[0]), ("b", parameters[1])],
+        # A bucket each, so that what spoils one has to be known of the other.
+        compression=Policy("topk:0.25", {"b": "topk:0.5"}, dense_below=0, dense_vectors=False),
+    )
+    kept = []
+    for spoilt in (False, True, False):
+        optimizer.zero_grad()
+        factor = float("inf") if spoilt and hvd.rank() == 1 else 1.0
+        loss = (parameters[0] * on_gpu(1.0, 2.0, 3.0, 4.0 * factor)).sum()
+        (loss + (parameters[1] * on_gpu(1.0, 2.0, 3.0, 4.0)).sum()).backward()
+        optimizer.synchronize()
+        assert parameters[0].grad.isnan().any() == spoilt
+        state = optimizer.state_dict()["compression"]["tensors"]
+        kept.append([state[name]["residual"].tolist() for name in "ab"])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert kept[0] == kept[1] == [[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
+    assert kept[2] == [[2.0, 4.0, 0.0, 4.0], [2.0, 0.0, 3.0, 0.0]]

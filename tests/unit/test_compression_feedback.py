@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_seen_by_everyone_and_remembered_by_nobody(
     values[3] = bad
     assert step(ledger, values).isnan().any()
     ledger.commit()
-    assert ledger.discarded
+    assert ledger.arrived is False
     assert torch.equal(residuals(memories), before)
     assert step(ledger, torch.ones(30)).isfinite().all()
 
