@@ -5,10 +5,9 @@ a rank receives a partial block from the left, adds its own part, and passes it
 on; block r is then complete on rank r. In the next p - 1 steps complete blocks
 go once around. Blocks travel in segments: receives are posted ahead, and a
 segment is passed on as soon as it is ready, so both directions of the link are
-busy and steps overlap. A rank has only a few sends under way: MPI would have to
-keep what the right neighbour does not ask for yet. Each block is combined in a
-fixed order, on one rank, so
-the result has the same bits everywhere.
+busy and steps overlap. A rank has a bounded number of sends under way: MPI would
+have to keep what the right neighbour does not ask for yet. Each block is combined
+in a fixed order, on one rank, so the result has the same bits everywhere.
 
 Cost for S bytes: a rank sends and receives 2 S (p-1)/p bytes in
 2 (p-1) max(1, S / (p segment)) messages. Where partial results are wider than
