@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.ranks import BEGIN, RESULTS
@@ -30,7 +31,8 @@ def rank() -> int:
 class Reporter:
     """Selects the tests, keeps their order, and writes one line for each."""
 
-    def __init__(self, folder: Path, nodeids: list[str]) -> None:
+    def __init__(self, folder: Path, nodeids: list[str], asker: int) -> None:
+        self._asker = asker
         self._begin = folder / BEGIN
         self._file = (folder / f"{rank()}.jsonl").open("w")
         self._order = {nodeid: index for index, nodeid in enumerate(nodeids)}
@@ -43,6 +45,8 @@ class Reporter:
 
     def pytest_collection_finish(self) -> None:
         while not self._begin.exists():
+            if not psutil.pid_exists(self._asker):
+                sys.exit("the pytest that started this rank is gone")
             time.sleep(0.01)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -72,7 +76,7 @@ def main() -> int:
         *("--rootdir", task["rootdir"], "-c", task["inifile"]),
         *("-s", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts="),
     ]
-    return int(pytest.main(arguments, plugins=[Reporter(folder, task["nodeids"])]))
+    return int(pytest.main(arguments, plugins=[Reporter(folder, task["nodeids"], task["pid"])]))
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ class RankRunner:
             "nodeids": [nodeid for nodeid, its_key in self._left if its_key == key],
             "rootdir": str(config.rootpath),
             "inifile": str(config.inipath),
+            "pid": os.getpid(),
         }
         return _Run(key, task, self._launcher)
 
