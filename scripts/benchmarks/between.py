@@ -16,6 +16,7 @@ from coordinator.messages import ReduceOp
 from coordinator.waiting import Waiter, wake_on_time
 from fusion.arithmetic import Arithmetic, Scratch
 from fusion.channel import Channel
+from fusion.choices import choose_settings
 from fusion.collectives.doubling import Doubling
 from fusion.collectives.ring import Ring
 from fusion.config import Config
@@ -30,9 +31,10 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     """All sizes of `options`, one after the other. On every rank."""
     wake_on_time()
     channel = Channel(comm.Dup(), Waiter(lambda: None))
+    segment_bytes = choose_settings(comm, Config()).ring_segment_kb * 1024
     results = []
     for nbytes in options["sizes"]:
-        contestants = chosen(_field(channel, comm, nbytes), options["only"])
+        contestants = chosen(_field(channel, comm, nbytes, segment_bytes), options["only"])
         series = compare(comm, contestants, rounds=options["rounds"], turn_s=options["turn_s"])
         results.append(
             {
@@ -45,14 +47,14 @@ def measure(comm: MPI.Intracomm, options: dict[str, Any]) -> list[dict[str, Any]
     return results
 
 
-def _field(channel: Channel, comm: MPI.Intracomm, nbytes: int) -> list[Contestant]:
+def _field(channel: Channel, comm: MPI.Intracomm, nbytes: int, segment_bytes: int) -> list[Contestant]:
     count = nbytes // 4
     vector, out = torch.zeros(count), np.zeros(count, dtype=np.float32)
     own = np.zeros_like(out)
     arithmetic = Arithmetic(
         ReduceOp.SUM, "float32", comm.size, prescale=1.0, postscale=1.0, scratch=Scratch()
     )
-    ways = {RING: Ring(channel, Config().ring_segment_kb * 1024), DOUBLING: Doubling(channel)}
+    ways = {RING: Ring(channel, segment_bytes), DOUBLING: Doubling(channel)}
     contestants = [
         Contestant(name, lambda way=way: way.all_reduce(vector, vector, arithmetic))  # type: ignore[misc]
         for name, way in ways.items()
