@@ -192,6 +192,7 @@ def init(
         agreed, pinned = _agree(world, loaded)
         if world.rank == 0:  # Its settings are those of all ranks.
             logger.info("settings:\n%s", loaded.describe())
+            _log_chosen(loaded.config, agreed)
         _runtime = Runtime(world, agreed, pinned)
         if _exit_watch is None:
             _exit_watch = ExitWatch(_leave_at_exit, mpi.COMM_WORLD.Abort, agreed.exit_grace_s)
@@ -348,6 +349,12 @@ def _agree(comm: MPI.Intracomm, loaded: Loaded) -> tuple[Config, frozenset[str]]
         differing = [key for key in config.__struct_fields__ if getattr(agreed, key) != getattr(config, key)]
         logger.warning("rank %d uses rank 0's settings for %s", comm.rank, ", ".join(differing))
     return choose_settings(comm, agreed), pinned
+
+
+def _log_chosen(given: Config, chosen: Config) -> None:
+    names = [key for key in given.__struct_fields__ if getattr(given, key) != getattr(chosen, key)]
+    if names:
+        logger.info("chosen by the runtime: %s", ", ".join(f"{key} {getattr(chosen, key)}" for key in names))
 
 
 def _tuning_check(config: Config) -> str | None:
