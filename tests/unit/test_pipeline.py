@@ -92,7 +92,7 @@ def test_entering_waits_until_there_is_room(made: SimpleNamespace) -> None:
 
 def test_only_the_oldest_may_use_the_link_as_it_likes(made: SimpleNamespace) -> None:
     first, second = made.begin("a", 2), made.begin("b", 9)
-    assert first.crossing.first and not second.exchange.first
+    assert first.crossing.first and not second.crossing.first
     made.node.others = 1
     made.pipeline.advance()
     made.pipeline.advance()
