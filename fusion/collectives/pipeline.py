@@ -80,12 +80,18 @@ class Operation:
         if not self._node.announced(self._ticket):
             return moved
         self._after_all()
+        # What is to be done refers to the job, and the job to this: without the circle all goes at once.
+        self.crossing, self._after_crossing, self._after_all = None, _nothing, _nothing
         self.done = True
         return True
 
     def rest(self) -> float:
         """Seconds after which to ask again, if that is long; 0 if unknown or soon."""
         return self.crossing.rest() if self.crossing is not None and not self.crossing.complete else 0.0
+
+
+def _nothing() -> None:
+    """All is done."""
 
 
 class Pipeline:

@@ -37,6 +37,8 @@ AHEAD = 16
 while this thread sleeps, and it wakes for several at once, which takes half the processor time."""
 BATCH = 6
 """It sleeps for so many segments at most, so that as many again may be late."""
+NEAR = 0.25
+"""Of the time of a segment: the sleep while little else is on its way, lest others wait for this rank."""
 MEASURED = 8
 """Segments after which their pace is known."""
 
@@ -242,8 +244,8 @@ class Run:
 
         Ranks send as fast as they receive, so what was sent beyond what has come is on its way.
         """
-        on_its_way = self._sent - self._taken
-        return self._pace.seconds * max(1, min(BATCH, len(self._posted), on_its_way // 2))
+        several = min(BATCH, len(self._posted), (self._sent - self._taken) // 2)
+        return self._pace.seconds * (several if several > 1 else NEAR)
 
     def _reducing(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +99,28 @@ def test_only_the_oldest_may_use_the_link_as_it_likes(made: SimpleNamespace) -> 
     made.pipeline.advance()
     made.pipeline.advance()
     assert first.done and second.crossing.first
+
+
+def test_what_an_operation_was_about_goes_with_its_end() -> None:
+    """A job refers to its last operation, which refers to the job; nobody must have to look for circles."""
+
+    class Job:
+        last: Operation
+
+        def end(self) -> None:
+            pass
+
+    node, pipeline, job = Node(), Pipeline(Waiter(lambda: None)), Job()
+    node.others = 1
+    job.last = Operation(node, None, job.end, job.end)
+    gone = weakref.ref(job)
+    gc.disable()
+    try:
+        pipeline.add(job.last)
+        del job
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_lingering_ends_with_the_operation_or_before_long(made: SimpleNamespace) -> None:
