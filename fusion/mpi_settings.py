@@ -33,8 +33,8 @@ _HEADER_BYTES = 4096
 
 def ask() -> None:
     """Set what is wanted and not set; of use before MPI starts only."""
-    for name, value in WANTED.items():
-        os.environ.setdefault(_PREFIX + name, value)
+    for name, value in wanted(os.environ).items():
+        os.environ[_PREFIX + name] = value
 
 
 def wanted(environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from fusion.channel import Channel
 from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ALIGN, NodeBuffer, ranges, slices
-from fusion.collectives.pipeline import DEPTH, Operation
+from fusion.collectives.pipeline import DEPTH, Operation, nothing
 from fusion.collectives.shared import MOST_KEPT
 from fusion.packing import Layout, Span, Window
 
@@ -83,7 +83,7 @@ class HierarchicalAllreduce:
                 if piece.last:
                     job.tensors.flush()
 
-        return Operation(self._node, run, _nothing, unpack)
+        return Operation(self._node, run, nothing, unpack)
 
     def _copy_in(self, job: Job, window: Window, piece: _Piece) -> None:
         with self._means.phase("pack", piece.names, piece.nbytes):
@@ -115,10 +115,6 @@ class HierarchicalAllreduce:
             if len(layout.kept) < MOST_KEPT:
                 layout.kept[key] = piece
         return piece
-
-
-def _nothing() -> None:
-    """Unpacking is all that follows on a ring."""
 
 
 class _Piece:

@@ -24,7 +24,7 @@ from fusion.arithmetic import Arithmetic
 from fusion.collectives.between import Between
 from fusion.collectives.job import Job, Means
 from fusion.collectives.node import ranges, slices
-from fusion.collectives.pipeline import DEPTH, Crossing, Operation
+from fusion.collectives.pipeline import DEPTH, Crossing, Operation, nothing
 
 
 class InPlaceAllreduce:
@@ -85,7 +85,7 @@ class InPlaceAllreduce:
             lane = pipeline.enter()
             pieces = [bucket[at : at + most] for bucket in mine]
             crossing = self._begin_crossing(pieces, arithmetic, lane)
-            end = bind(self._record, job, began) if at + most >= longest else _nothing
+            end = bind(self._record, job, began) if at + most >= longest else nothing
             job.last = Operation(self._node, crossing, bind(self._spread, pieces), end)
             pipeline.add(job.last)
 
@@ -117,7 +117,3 @@ class InPlaceAllreduce:
 
     def _record(self, job: Job, began: float) -> None:
         self._means.recorder.span("reduce", (job.name,), began, time.monotonic(), job.response.nbytes)
-
-
-def _nothing() -> None:
-    """More pieces follow."""

@@ -81,7 +81,7 @@ class Operation:
             return moved
         self._after_all()
         # What is to be done refers to the job, and the job to this: without the circle all goes at once.
-        self.crossing, self._after_crossing, self._after_all = None, _nothing, _nothing
+        self.crossing, self._after_crossing, self._after_all = None, nothing, nothing
         self.done = True
         return True
 
@@ -90,8 +90,8 @@ class Operation:
         return self.crossing.rest() if self.crossing is not None and not self.crossing.complete else 0.0
 
 
-def _nothing() -> None:
-    """All is done."""
+def nothing() -> None:
+    """What an operation does after a step that nothing follows on."""
 
 
 class Pipeline:
